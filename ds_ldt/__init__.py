@@ -1,0 +1,80 @@
+"""Split fine-tuning over an edge and a cloud, as an extension of DeepSpeed's pipeline engine.
+
+Names are imported when they are first used: `import ds_ldt` alone imports neither torch nor deepspeed, so that
+planning tools answer at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    from ds_ldt import models
+    from ds_ldt.api import initialize
+    from ds_ldt.config import JobConfig, LDTConfig, load_config
+    from ds_ldt.engine import LDTPipelineEngine
+    from ds_ldt.errors import CheckpointError, ConfigError, LDTError, LinkError, PrivacyError, ScheduleError
+    from ds_ldt.module import LDTPipelineModule
+    from ds_ldt.wire import WireSchema, WireTensor
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it.
+_HOMES = {
+    "initialize": "ds_ldt.api",
+    "LDTPipelineModule": "ds_ldt.module",
+    "LDTPipelineEngine": "ds_ldt.engine",
+    "LDTConfig": "ds_ldt.config",
+    "JobConfig": "ds_ldt.config",
+    "load_config": "ds_ldt.config",
+    "LayerSpec": "deepspeed.pipe",
+    "TiedLayerSpec": "deepspeed.pipe",
+    "WireSchema": "ds_ldt.wire",
+    "WireTensor": "ds_ldt.wire",
+    "LDTError": "ds_ldt.errors",
+    "ConfigError": "ds_ldt.errors",
+    "ScheduleError": "ds_ldt.errors",
+    "PrivacyError": "ds_ldt.errors",
+    "LinkError": "ds_ldt.errors",
+    "CheckpointError": "ds_ldt.errors",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "JobConfig",
+    "LDTConfig",
+    "LDTError",
+    "LDTPipelineEngine",
+    "LDTPipelineModule",
+    "LayerSpec",
+    "LinkError",
+    "PrivacyError",
+    "ScheduleError",
+    "TiedLayerSpec",
+    "WireSchema",
+    "WireTensor",
+    "__version__",
+    "initialize",
+    "load_config",
+    "models",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name == "models":
+        return import_module("ds_ldt.models")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ds_ldt' has no attribute '{name}'")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, those not imported yet included."""
+    return sorted({*globals(), *__all__})

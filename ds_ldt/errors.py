@@ -1,0 +1,131 @@
+"""The errors of ds_ldt: one class for each kind of fault, all of them `LDTError`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_SHOWN_CHARACTERS = 120
+
+
+class LDTError(Exception):
+    """Base class of every error that ds_ldt raises on purpose."""
+
+
+class ScheduleError(LDTError):
+    """A plan that cannot be run: an instruction is missing, doubled, out of order, or the plan deadlocks."""
+
+
+class PrivacyError(LDTError):
+    """The edge was about to send a tensor that the wire schema does not declare. Nothing has been sent."""
+
+
+class LinkError(LDTError, RuntimeError):
+    """A message did not come, came malformed, or its peer is gone."""
+
+
+class CheckpointError(LDTError):
+    """A checkpoint is incomplete, belongs to another layout, or differs between the sites."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigProblem:
+    """One fault of a configuration.
+
+    Attributes:
+        key: Path of the setting, e.g. `ldt.cloud.data_parallel_size`.
+        found: The value found, or a phrase in `Absent`.
+        expected: What would have been accepted.
+        fix: What to do about it.
+    """
+
+    key: str
+    found: object
+    expected: str
+    fix: str
+
+    def __str__(self) -> str:
+        """Return the problem as one line: key, value found, what was expected, the fix."""
+        return f"{self.key}: found {shown(self.found)}, expected {self.expected}. Fix: {self.fix}."
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Stands for a value that is not there, or that is better described than quoted."""
+
+    phrase: str = "nothing"
+
+    def __str__(self) -> str:
+        """Return the phrase."""
+        return self.phrase
+
+
+class ConfigError(LDTError, ValueError):
+    """A setting, or a combination of settings, that cannot be run.
+
+    The text names the key path, the value found, what was expected and the fix. Where several settings are at fault
+    the first line is a summary and each further line is one of them.
+
+    Attributes:
+        problems: The faults, in the order of the text. Empty if the error was raised with a plain text.
+    """
+
+    problems: tuple[ConfigProblem, ...] = ()
+
+    @classmethod
+    def of(cls, key: str, *, found: object, expected: str, fix: str) -> ConfigError:
+        """Build the error for one setting.
+
+        Args:
+            key: Path of the setting, e.g. `ldt.edge.data_parallel_size`.
+            found: The value found (or an `Absent`).
+            expected: What would have been accepted, without a full stop.
+            fix: What to do about it, without a full stop.
+        """
+        return cls.from_problems([ConfigProblem(key=key, found=found, expected=expected, fix=fix)])
+
+    @classmethod
+    def from_problems(cls, problems: Iterable[ConfigProblem], *, where: str | None = None) -> ConfigError:
+        """Build one error out of all the faults found.
+
+        Args:
+            problems: At least one fault.
+            where: Name of the file they were found in, if there is one.
+        """
+        listed = tuple(problems)
+        place = f" in {where}" if where else ""
+        if len(listed) == 1:
+            text = f"Configuration error{place}: {listed[0]}"
+        else:
+            lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(listed, start=1))
+            text = f"Configuration error{place}: {len(listed)} settings are at fault:{lines}"
+        error = cls(text)
+        error.problems = listed
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the list of problems when the error crosses a process boundary."""
+        return type(self), self.args, {"problems": self.problems}
+
+
+def shown(value: object) -> str:
+    """Return a value as JSON users wrote it (true, null, "text"), cut to a readable length."""
+    if isinstance(value, Absent):
+        return str(value)
+    text = _json_like(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 4]} ..."
+
+
+def _json_like(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, dict):
+        return "{" + ", ".join(f'"{key}": {_json_like(item)}' for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_json_like(item) for item in value) + "]"
+    return repr(value)
