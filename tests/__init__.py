@@ -1,0 +1,1 @@
+"""Tests of ds_ldt; the tree mirrors the package."""
