@@ -1,0 +1,28 @@
+"""Hugging Face model families as pipeline layers.
+
+One place per family says what its layers are, how its weights are named and what crosses the link.
+"""
+
+from __future__ import annotations
+
+from ds_ldt.models.batch import count_targets, prepare_batch
+from ds_ldt.models.causal_lm import causal_lm_loss
+from ds_ldt.models.families import FAMILIES
+from ds_ldt.models.family import ModelFamily
+from ds_ldt.models.keys import NUM_LEADING, NUM_TRAILING, KeyMap
+from ds_ldt.models.registry import build_layers, checked_config, family_of, read_hf_config
+
+__all__ = [
+    "FAMILIES",
+    "NUM_LEADING",
+    "NUM_TRAILING",
+    "KeyMap",
+    "ModelFamily",
+    "build_layers",
+    "causal_lm_loss",
+    "checked_config",
+    "count_targets",
+    "family_of",
+    "prepare_batch",
+    "read_hf_config",
+]

@@ -1,0 +1,150 @@
+"""From a collated batch to what enters the pipeline. Runs on the edge only: nothing here crosses the link as it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ldt.errors import Absent, ConfigError
+
+IGNORE_INDEX = -100
+
+_USED = ("input_ids", "attention_mask", "position_ids", "labels")
+# Some tokenizers emit these; the supported models take and ignore them.
+_IGNORED = ("token_type_ids",)
+
+
+def prepare_batch(batch: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Turn a collated batch into `(inputs, labels)`, the form that a pipeline takes.
+
+    The batch means what it means to `model(**batch, use_cache=False)` of transformers: without `position_ids` every
+    row counts 0..S-1, padded or not; sequences packed into one row are kept apart where `position_ids` restart, but
+    only in a batch without `attention_mask`. A mask of ones says nothing and is dropped.
+
+    Args:
+        batch: A mapping with `input_ids` (B, S) and optionally `attention_mask` (B, S) of 0 and 1, `position_ids`
+            (B, S) or (1, S), and `labels` (B, S), not shifted. Or a pair `(inputs, labels)`, whose inputs are such a
+            mapping, the ids alone, or a tuple `(input_ids, position_ids[, mask])`.
+
+    Returns:
+        `((input_ids int64, position_ids int32[, padding mask bool]), labels int64)`, each (B, S). Labels are None if
+        the batch has none.
+
+    Raises:
+        ConfigError: The batch holds something that is not supported, or shapes disagree.
+    """
+    fields = _fields(batch)
+    input_ids = _tensor("input_ids", fields.get("input_ids"))
+    if input_ids.ndim != 2:
+        raise _problem("input_ids", _shape(input_ids), "a tensor of shape (batch, sequence)", "collate into rows")
+    labels = _like(input_ids, "labels", fields.get("labels"))
+    mask = _like(input_ids, "attention_mask", fields.get("attention_mask"))
+    position_ids = _positions(input_ids, fields.get("position_ids"))
+    inputs: tuple[Tensor, ...] = (input_ids.long(), position_ids)
+    if mask is not None and _mask_matters(mask.bool(), position_ids, fields.get("position_ids") is not None):
+        inputs = (*inputs, mask.bool())
+    return inputs, None if labels is None else labels.long()
+
+
+def count_targets(labels: Tensor) -> int:
+    """Return how many targets the loss averages over: labels other than -100, after the shift by one."""
+    return int(count_target_tensor(labels))
+
+
+def count_target_tensor(labels: Tensor) -> Tensor:
+    """Return `count_targets` as a scalar int64 tensor on the device of `labels` (B, S), without waiting for it."""
+    return (labels[..., 1:] != IGNORE_INDEX).sum()
+
+
+def _fields(batch: Any) -> dict[str, Any]:
+    """Return the batch as a dictionary of known fields."""
+    if isinstance(batch, Mapping):
+        fields = dict(batch)
+    elif isinstance(batch, list | tuple) and len(batch) == 2:
+        inputs, labels = batch
+        fields = dict(inputs) if isinstance(inputs, Mapping) else _fields_of_tuple(inputs)
+        if fields.setdefault("labels", labels) is not labels:
+            raise _problem("labels", Absent("two of them"), "labels once", "give them in the mapping or beside it")
+    else:
+        raise _problem(
+            None,
+            Absent(type(batch).__name__),
+            "a mapping with input_ids and labels, or a pair (inputs, labels)",
+            "let the collate function return one of these",
+        )
+    for name in fields:
+        if name not in _USED and name not in _IGNORED:
+            raise _problem(
+                name,
+                Absent("a field that the pipeline has no use for"),
+                f"only {', '.join(_USED)}",
+                "drop it in the collate function",
+            )
+    return fields
+
+
+def _fields_of_tuple(inputs: Any) -> dict[str, Any]:
+    parts = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+    names = ("input_ids", "position_ids", "attention_mask")
+    if not 1 <= len(parts) <= len(names):
+        raise _problem(None, Absent(f"{len(parts)} inputs"), f"at most {', '.join(names)}", "drop the others")
+    return dict(zip(names, parts, strict=False))
+
+
+def _positions(input_ids: Tensor, given: Any) -> Tensor:
+    """Return position ids (B, S) int32, those given or 0..S-1."""
+    rows, length = input_ids.shape
+    if given is None:
+        return torch.arange(length, dtype=torch.int32, device=input_ids.device).repeat(rows, 1)
+    positions = _tensor("position_ids", given)
+    if tuple(positions.shape) not in ((rows, length), (1, length)):
+        raise _problem("position_ids", _shape(positions), f"shape {(rows, length)}", "give one position per token")
+    return positions.to(torch.int32).expand(rows, length).contiguous()
+
+
+def _mask_matters(mask: Tensor, position_ids: Tensor, positions_given: bool) -> bool:
+    """Tell whether leaving the mask out would change anything."""
+    if not bool(mask.all()):
+        return True
+    if not positions_given or bool((position_ids.diff(dim=1) == 1).all()):
+        return False
+    # transformers keeps packed sequences apart only where there is no attention_mask at all. Follow it, but say so.
+    warnings.warn(
+        "A batch has position_ids that restart (packed sequences) and an attention_mask of ones. As in transformers, "
+        "the sequences of a row then attend to each other. Drop attention_mask to keep them apart.",
+        stacklevel=3,
+    )
+    return True
+
+
+def _like(input_ids: Tensor, name: str, value: Any) -> Tensor | None:
+    """Return an optional field, which must have the shape of the ids."""
+    if value is None:
+        return None
+    tensor = _tensor(name, value)
+    if tensor.shape != input_ids.shape:
+        raise _problem(
+            name, _shape(tensor), f"shape {tuple(input_ids.shape)}, that of input_ids", "give one per token"
+        )
+    return tensor
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        found = Absent() if value is None else Absent(type(value).__name__)
+        raise _problem(name, found, "a tensor", "let the collate function add it")
+    if value.is_floating_point() or value.is_complex():
+        raise _problem(name, Absent(f"dtype {value.dtype}"), "integers or booleans", "convert it when collating")
+    return value
+
+
+def _shape(tensor: Tensor) -> Absent:
+    return Absent(f"shape {tuple(tensor.shape)}")
+
+
+def _problem(name: str | None, found: object, expected: str, fix: str) -> ConfigError:
+    return ConfigError.of(f"batch.{name}" if name else "batch", found=found, expected=expected, fix=fix)
