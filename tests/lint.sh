@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Every static check, in order of speed; the first failure does not hide the others.
+#   bash tests/lint.sh           check
+#   bash tests/lint.sh --fix     let ruff repair what it can first
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+case "${1:-}" in
+    "") ;;
+    --fix) ruff check --fix . && ruff format . ;;
+    *) sed -n '2,4s/^# \{0,1\}//p' "$0"; [ "$1" = --help ]; exit ;;
+esac
+
+failed=()
+check() {
+    printf '[lint] %s\n' "$*"
+    "$@" || failed+=("$1 ${2:-}")
+}
+
+check ruff check .
+check ruff format --check .
+check codespell ds_ldt checkpoint ds_configs examples tests docs ./*.md setup.cfg pyproject.toml
+check lint-imports
+check mypy
+if [ "${#failed[@]}" -gt 0 ]; then
+    printf '[lint] failed: %s\n' "$(IFS=,; printf '%s' "${failed[*]}")" >&2
+    exit 1
+fi
+printf '[lint] all clean\n'
