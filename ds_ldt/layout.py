@@ -11,15 +11,11 @@ Pure arithmetic: every process computes the same layout from the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from ds_ldt.errors import Absent, ConfigError
-
-KEY = "ldt.pipeline_num_layers"
-EDGE_STAGE = 0
-_MIN_CHUNKS = 2
-_MIN_STAGES = 2
+from ds_ldt.checks import Cell, cells_in_order, matrix_form, matrix_sites, matrix_sum
+from ds_ldt.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +109,23 @@ class Layout:
             ConfigError: The matrix is malformed, its sum is not `num_layers`, a stage is left empty, or the first or
                 last layers are not on the edge.
         """
-        cells = _checked_matrix(matrix)
-        _check_sum(cells, num_layers)
-        virtual_stages = _virtual_stages(cells, num_leading, num_trailing)
-        _check_sites(cells, virtual_stages)
-        if not allow_exposed_edge:
-            _check_exposure(cells, virtual_stages, num_leading, num_trailing)
-        return cls(matrix=cells, num_leading=num_leading, num_trailing=num_trailing, virtual_stages=virtual_stages)
+        problem = matrix_form(matrix)
+        if problem is not None:
+            raise ConfigError.from_problems([problem])
+        rows = tuple(tuple(row) for row in matrix)
+        problem = None if num_layers is None else matrix_sum(rows, num_layers)
+        problem = problem or matrix_sites(
+            rows, num_leading=num_leading, num_trailing=num_trailing, allow_exposed_edge=allow_exposed_edge
+        )
+        if problem is not None:
+            raise ConfigError.from_problems([problem])
+        cells = cells_in_order(rows, num_leading=num_leading, num_trailing=num_trailing)
+        return cls(
+            matrix=rows,
+            num_leading=num_leading,
+            num_trailing=num_trailing,
+            virtual_stages=_virtual_stages(cells),
+        )
 
     def virtual_stages_of(self, stage: int) -> tuple[VirtualStage, ...]:
         """Return the virtual stages that a physical stage holds, in visiting order."""
@@ -141,128 +147,15 @@ class Layout:
         return self.virtual_stage_of_layer(layer).stage
 
 
-def _checked_matrix(matrix: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the matrix as tuples, or raise ConfigError: rectangular, at least 2 x 2, whole numbers >= 0."""
-    expected = "a list of chunks, each a list of layer counts, one count per stage"
-    fix = 'write it as in "pipeline_num_layers": [[2, 13, 13], [2, 0, 0]]'
-    if not _is_list(matrix) or not all(_is_list(row) for row in matrix):
-        raise ConfigError.of(KEY, found=matrix, expected=expected, fix=fix)
-    if len(matrix) < _MIN_CHUNKS:
-        raise ConfigError.of(
-            KEY,
-            found=Absent(f"{len(matrix)} chunk{'s' * (len(matrix) != 1)}: {list(map(list, matrix))}"),
-            expected=f"at least {_MIN_CHUNKS} chunks, because the first and the last layers are both on the edge",
-            fix="add a last chunk that holds the last layers on stage 0, e.g. [2, 0, 0]",
-        )
-    for chunk, row in enumerate(matrix):
-        if len(row) < _MIN_STAGES or len(row) != len(matrix[0]):
-            raise ConfigError.of(
-                f"{KEY}[{chunk}]",
-                found=list(row),
-                expected=f"{max(len(matrix[0]), _MIN_STAGES)} layer counts (the edge and one per cloud stage), "
-                "the same number in every chunk",
-                fix="write 0 where a stage holds no layers of a chunk",
-            )
-        for stage, count in enumerate(row):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise ConfigError.of(
-                    f"{KEY}[{chunk}][{stage}]",
-                    found=count,
-                    expected="a whole number of layers, 0 or more",
-                    fix=f"write how many layers stage {stage} holds in chunk {chunk}",
-                )
-    return tuple(tuple(row) for row in matrix)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _check_sum(cells: tuple[tuple[int, ...], ...], num_layers: int | None) -> None:
-    total = sum(map(sum, cells))
-    if num_layers is not None and total != num_layers:
-        difference = f"{abs(num_layers - total)} {'more' if num_layers > total else 'fewer'}"
-        raise ConfigError.of(
-            KEY,
-            found=Absent(f"{[list(row) for row in cells]}, whose sum is {total}"),
-            expected=f"a sum of {num_layers}, the number of layers of the model",
-            fix=f"distribute {difference}, so that every layer is held exactly once",
-        )
-
-
-def _virtual_stages(
-    cells: tuple[tuple[int, ...], ...], num_leading: int, num_trailing: int
-) -> tuple[VirtualStage, ...]:
+def _virtual_stages(cells: Iterable[Cell]) -> tuple[VirtualStage, ...]:
+    """Number the layers through and join cells that follow each other on one stage."""
     found: list[VirtualStage] = []
     start = 0
-    for chunk, row in enumerate(cells):
-        for stage, configured in enumerate(row):
-            joining_head = num_leading if (chunk, stage) == (0, EDGE_STAGE) else 0
-            joining_tail = num_trailing if (chunk, stage) == (len(cells) - 1, EDGE_STAGE) else 0
-            stop = start + joining_head + configured + joining_tail
-            if stop == start:
-                continue
-            if found and found[-1].stage == stage:
-                last = found.pop()
-                found.append(
-                    VirtualStage(index=last.index, chunk=last.chunk, stage=stage, start=last.start, stop=stop)
-                )
-            else:
-                found.append(VirtualStage(index=len(found), chunk=chunk, stage=stage, start=start, stop=stop))
-            start = stop
+    for cell in cells:
+        stop = start + cell.configured + cell.joining
+        if found and found[-1].stage == cell.stage:
+            found[-1] = replace(found[-1], stop=stop)
+        else:
+            found.append(VirtualStage(index=len(found), chunk=cell.chunk, stage=cell.stage, start=start, stop=stop))
+        start = stop
     return tuple(found)
-
-
-def _check_sites(cells: tuple[tuple[int, ...], ...], virtual_stages: tuple[VirtualStage, ...]) -> None:
-    """Every cloud stage holds a layer; the first and the last layers are on the edge."""
-    for stage in range(1, len(cells[0])):
-        if not any(row[stage] for row in cells):
-            raise ConfigError.of(
-                KEY,
-                found=Absent(f"no layers on stage {stage}: {[list(row) for row in cells]}"),
-                expected="at least one layer on every cloud stage",
-                fix=f"give stage {stage} layers in some chunk, or remove its column and its ranks",
-            )
-    for virtual, which, cell in (
-        (virtual_stages[0], "first", "[0][0]"),
-        (virtual_stages[-1], "last", f"[{len(cells) - 1}][0]"),
-    ):
-        if virtual.stage != EDGE_STAGE:
-            raise ConfigError.of(
-                f"{KEY}[{virtual.chunk}]",
-                found=Absent(f"the {which} layers on stage {virtual.stage}: {[list(row) for row in cells]}"),
-                expected=f"the {which} layers on stage 0, the edge, which holds the samples and the labels",
-                fix=f"give the edge layers in {KEY}{cell}"
-                + (" and none to the cloud after them" if which == "last" else ""),
-            )
-
-
-def _check_exposure(
-    cells: tuple[tuple[int, ...], ...],
-    virtual_stages: tuple[VirtualStage, ...],
-    num_leading: int,
-    num_trailing: int,
-) -> None:
-    """Refuse a hop directly behind the leading layers or directly before the trailing ones, unless asked for."""
-    head, tail = virtual_stages[0], virtual_stages[-1]
-    for exposed, cell, which, what in (
-        (
-            num_leading and head.num_layers == num_leading,
-            "[0][0]",
-            "first",
-            "the embedding output would be sent, from which the token ids are read off",
-        ),
-        (
-            num_trailing and tail.num_layers == num_trailing,
-            f"[{len(cells) - 1}][0]",
-            "last",
-            "the gradient sent back gives the labels away",
-        ),
-    ):
-        if exposed:
-            raise ConfigError.of(
-                f"{KEY}{cell}",
-                found=0,
-                expected=f"at least 1 of the {which} layers of the model on the edge ({what})",
-                fix='move layers to the edge, or set "allow_exposed_edge": true in the "ldt" section',
-            )

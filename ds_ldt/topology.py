@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
+from ds_ldt.checks import EDGE_STAGE, MIN_STAGES, edge_divides_cloud, is_whole
 from ds_ldt.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_ldt.config import JobConfig
 
 Site = Literal["edge", "cloud"]
-EDGE_STAGE = 0
-_MIN_STAGES = 2
 
 _KEYS = {
     "num_stages": "number of columns of ldt.pipeline_num_layers",
@@ -74,12 +73,14 @@ class RankMap:
         """Check the five sizes."""
         for field in fields(self):
             value = getattr(self, field.name)
-            least = _MIN_STAGES if field.name == "num_stages" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            least = MIN_STAGES if field.name == "num_stages" else 1
+            if not is_whole(value, least):
                 raise ConfigError.of(
                     _KEYS[field.name], found=value, expected=f"a whole number >= {least}", fix="correct the size"
                 )
-        check_divides(self.edge_data_parallel_size, self.cloud_data_parallel_size)
+        problem = edge_divides_cloud(self.edge_data_parallel_size, self.cloud_data_parallel_size)
+        if problem is not None:
+            raise ConfigError.from_problems([problem])
         te, tc = self.edge_tensor_parallel_size, self.cloud_tensor_parallel_size
         if te % tc and tc % te:
             raise ConfigError.of(
@@ -227,15 +228,3 @@ class RankMap:
     def _model_at(self, stage: int, cloud_model: int) -> int:
         """Return the model index at `stage` of the pipeline that runs through `cloud_model`."""
         return cloud_model * self.model_size(stage) // self.cloud_tensor_parallel_size
-
-
-def check_divides(edge_data_parallel_size: int, cloud_data_parallel_size: int) -> None:
-    """Raise ConfigError unless E divides D."""
-    if cloud_data_parallel_size % edge_data_parallel_size:
-        raise ConfigError.of(
-            _KEYS["edge_data_parallel_size"],
-            found=edge_data_parallel_size,
-            expected=f"a divisor of ldt.cloud.data_parallel_size = {cloud_data_parallel_size}, "
-            "because each edge replica serves the same number of domains",
-            fix="change one of the two sizes",
-        )

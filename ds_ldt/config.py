@@ -1,0 +1,325 @@
+"""The configuration of a job: a DeepSpeed JSON with an "ldt" section, checked before any process group exists.
+
+    job = load_config("ds_configs/text_2_stage_2_domains.json", world_size=3)
+    job.ldt.pipeline_num_layers, job.num_micro_batches, job.deepspeed
+
+Every fault found is listed in one `ConfigError`. The text depends on the configuration only, so every rank of a
+job raises the same one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ds_ldt.checks import (
+    Batch,
+    Matrix,
+    complete_batch,
+    edge_divides_cloud,
+    matrix_form,
+    matrix_sites,
+    world_size_fits,
+)
+from ds_ldt.deepspeed_settings import batch_numbers, deepspeed_problems
+from ds_ldt.errors import Absent, ConfigError, ConfigProblem
+from ds_ldt.json_file import read_json
+from ds_ldt.spelling import unknown_key
+
+_WEEK_S = 604800.0
+_SIZE = "a whole number >= 1"
+_SECTION = "an object with named settings"
+
+
+class _Section(BaseModel):
+    """A JSON object in which every key is known and no value is converted in silence."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class SiteConfig(_Section):
+    """Sizes of one site.
+
+    Attributes:
+        data_parallel_size: E on the edge (replicas), D in the cloud (domains).
+        tensor_parallel_size: Ranks that share one stage of one replica or domain; only 1 is supported yet.
+    """
+
+    data_parallel_size: int = Field(default=1, ge=1, description=_SIZE, examples=[2])
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, le=1, description="1 (other tensor parallel sizes are not supported yet)", examples=[1]
+    )
+
+
+class ScheduleConfig(_Section):
+    """How the micro-batches are ordered.
+
+    Attributes:
+        policy: Name of the schedule policy; "auto" takes the best one known.
+        max_in_flight: Most micro-batches that a rank may hold for one domain; None for what the policy asks for.
+    """
+
+    policy: Literal["ldt_1f1b", "auto"] = Field(
+        default="auto", description='one of "ldt_1f1b", "auto"', examples=["auto"]
+    )
+    max_in_flight: int | None = Field(default=None, ge=1, description=f"{_SIZE}, or null", examples=[8])
+
+
+class LinkConfig(_Section):
+    """What is known of the wide-area link beforehand: hints for planning.
+
+    Attributes:
+        latency_ms: One-way latency in milliseconds.
+        bandwidth_mbps: Bandwidth in megabits per second, each way.
+    """
+
+    latency_ms: float = Field(default=20.0, ge=0, description="milliseconds, a number >= 0", examples=[20])
+    bandwidth_mbps: float = Field(
+        default=1000.0, gt=0, description="megabits per second, a number > 0", examples=[1000]
+    )
+
+
+class LDTConfig(_Section):
+    """The "ldt" section.
+
+    Attributes:
+        pipeline_num_layers: V x P layers per (chunk, stage) cell.
+        edge: Sizes of the edge.
+        cloud: Sizes of the cloud.
+        schedule: The schedule policy and its memory cap.
+        link: Hints about the link.
+        timeout_s: Seconds without an answer from a peer after which the job ends.
+        allow_exposed_edge: Accept no decoder layer before the first hop or after the last one.
+        loss_reduction: Mean over target tokens or over micro-batches; None for the model's default ("token" for
+            Hugging Face models, "micro_batch" for lists of layers).
+    """
+
+    pipeline_num_layers: Matrix = Field(
+        description="a list of chunks, each a list of layer counts, one count per stage",
+        examples=["[[2, 13, 13], [2, 0, 0]]"],
+    )
+    edge: SiteConfig = Field(default=SiteConfig(), description=_SECTION, examples=['{"data_parallel_size": 1}'])
+    cloud: SiteConfig = Field(default=SiteConfig(), description=_SECTION, examples=['{"data_parallel_size": 2}'])
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description=_SECTION, examples=['{"policy": "auto"}'])
+    link: LinkConfig = Field(default=LinkConfig(), description=_SECTION, examples=['{"latency_ms": 20}'])
+    timeout_s: float = Field(
+        default=300.0, gt=0, le=_WEEK_S, description=f"seconds, a number > 0 and <= {_WEEK_S:.0f}", examples=[300]
+    )
+    allow_exposed_edge: bool = Field(default=False, description="true or false", examples=["true"])
+    loss_reduction: Literal["token", "micro_batch"] | None = Field(
+        default=None, description='one of "token", "micro_batch", null', examples=["token"]
+    )
+
+    @field_validator("pipeline_num_layers", mode="before")
+    @classmethod
+    def _matrix(cls, value: object) -> object:
+        problem = matrix_form(value)
+        if problem is not None:
+            raise ConfigError.from_problems([problem])
+        return tuple(tuple(row) for row in value)  # type: ignore[attr-defined]
+
+    @model_validator(mode="after")
+    def _sizes(self) -> LDTConfig:
+        # A model may bring leading and trailing layers, of which this section knows nothing: they get the benefit of
+        # the doubt here, and `Layout.build` looks again when the model is known.
+        found = [
+            edge_divides_cloud(self.edge.data_parallel_size, self.cloud.data_parallel_size),
+            matrix_sites(
+                self.pipeline_num_layers,
+                num_leading=1,
+                num_trailing=1,
+                allow_exposed_edge=self.allow_exposed_edge,
+            ),
+        ]
+        problems = [problem for problem in found if problem is not None]
+        if problems:
+            raise ConfigError.from_problems(problems)
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """A checked configuration; `load_config` builds it.
+
+    Attributes:
+        ldt: The "ldt" section.
+        deepspeed: The rest of the JSON with all three batch numbers, fit to be passed to DeepSpeed unchanged.
+        micro_batch_size: Samples per micro-batch and domain.
+        num_micro_batches: M, micro-batches per domain and step (`gradient_accumulation_steps`).
+        train_batch_size: Samples per step over all domains.
+    """
+
+    ldt: LDTConfig
+    deepspeed: dict[str, Any]
+    micro_batch_size: int
+    num_micro_batches: int
+    train_batch_size: int
+
+    @property
+    def num_domains(self) -> int:
+        """D, the number of data-parallel cloud pipelines."""
+        return self.ldt.cloud.data_parallel_size
+
+    @property
+    def num_replicas(self) -> int:
+        """E, the number of data-parallel copies of the edge stage."""
+        return self.ldt.edge.data_parallel_size
+
+    @property
+    def slice_size(self) -> int:
+        """K = D/E, the number of domains that each edge replica serves."""
+        return self.num_domains // self.num_replicas
+
+    @property
+    def num_stages(self) -> int:
+        """P, the edge included."""
+        return len(self.ldt.pipeline_num_layers[0])
+
+    @property
+    def world_size(self) -> int:
+        """E*Te + (P-1)*D*Tc, the number of processes of the job."""
+        on_edge = self.num_replicas * self.ldt.edge.tensor_parallel_size
+        return on_edge + (self.num_stages - 1) * self.num_domains * self.ldt.cloud.tensor_parallel_size
+
+
+ConfigSource = str | PathLike[str] | Mapping[str, Any] | JobConfig
+
+
+def load_config(source: ConfigSource, *, world_size: int | None = None) -> JobConfig:
+    """Read and check a configuration.
+
+    Args:
+        source: Path of a JSON file, its content as a mapping (never changed), or a `JobConfig` (returned as is).
+        world_size: Number of processes launched, to be checked; None where none are.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        ConfigError: Something is wrong; all faults found are listed.
+    """
+    where = None
+    if isinstance(source, JobConfig):
+        job = source
+    elif isinstance(source, Mapping):
+        job = _job(copy.deepcopy(dict(source)), where)
+    elif isinstance(source, str | PathLike):
+        where = str(source)
+        job = _job(read_json(source), where)
+    else:
+        raise ConfigError.of(
+            "config",
+            found=Absent(f"an object of type {type(source).__name__}"),
+            expected="the path of a JSON file or its content as a dict",
+            fix="pass one of the two",
+        )
+    if world_size is not None:
+        _check_world_size(job, world_size, where)
+    return job
+
+
+def _job(settings: dict[str, Any], where: str | None) -> JobConfig:
+    section = settings.pop("ldt", None)
+    problems = list(deepspeed_problems(settings))
+    ldt: LDTConfig | None = None
+    if not isinstance(section, Mapping):
+        problems.append(
+            ConfigProblem(
+                key="ldt",
+                found=Absent() if section is None else section,
+                expected='the section that describes the split, {"pipeline_num_layers": ..., "cloud": ...}',
+                fix='add an "ldt" object to the JSON',
+            )
+        )
+    else:
+        try:
+            ldt = LDTConfig.model_validate(dict(section))
+        except ValidationError as error:
+            problems.extend(_translated(error))
+    batch: Batch | ConfigProblem | None = None
+    if ldt is not None and not problems:
+        batch = complete_batch(
+            batch_numbers(settings),
+            num_domains=ldt.cloud.data_parallel_size,
+            num_replicas=ldt.edge.data_parallel_size,
+        )
+        if isinstance(batch, ConfigProblem):
+            problems.append(batch)
+    if problems or ldt is None or not isinstance(batch, Batch):
+        raise ConfigError.from_problems(problems, where=where)
+    return _assembled(ldt, settings, batch)
+
+
+def _assembled(ldt: LDTConfig, settings: dict[str, Any], batch: Batch) -> JobConfig:
+    return JobConfig(
+        ldt=ldt,
+        deepspeed=settings
+        | {
+            "train_batch_size": batch.train,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+        },
+        micro_batch_size=batch.micro,
+        num_micro_batches=batch.accumulation,
+        train_batch_size=batch.train,
+    )
+
+
+def _check_world_size(job: JobConfig, world_size: int, where: str | None) -> None:
+    problem = world_size_fits(
+        world_size,
+        edge=(job.num_replicas, job.ldt.edge.tensor_parallel_size),
+        cloud=(job.num_domains, job.ldt.cloud.tensor_parallel_size),
+        num_stages=job.num_stages,
+    )
+    if problem is not None:
+        raise ConfigError.from_problems([problem], where=where)
+
+
+def _translated(error: ValidationError) -> Iterator[ConfigProblem]:
+    """Yield pydantic's findings in the form of this package, one per setting."""
+    reported: set[tuple[int | str, ...]] = set()
+    for finding in error.errors(include_url=False):
+        cause = finding.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            yield from cause.problems
+            continue
+        path = finding["loc"]
+        section, field_path = _field(path)
+        if field_path in reported:  # a union reports each of its members
+            continue
+        reported.add(field_path)
+        name = str(field_path[-1])
+        key = ".".join(map(str, ("ldt", *field_path)))
+        if finding["type"] == "extra_forbidden":
+            yield unknown_key(key, finding["input"], known=section.model_fields, owner="this section")
+            continue
+        field = section.model_fields[name]
+        yield ConfigProblem(
+            key=key,
+            found=Absent() if finding["type"] == "missing" else finding["input"],
+            expected=str(field.description),
+            fix=f'write e.g. "{name}": {_json_example(field.examples)}',
+        )
+
+
+def _field(path: tuple[int | str, ...]) -> tuple[type[_Section], tuple[int | str, ...]]:
+    """Return the section that a pydantic path leads into, and the path without what follows its field."""
+    section: type[_Section] = LDTConfig
+    for depth, name in enumerate(path):
+        inner = section.model_fields[str(name)].annotation if name in section.model_fields else None
+        if depth + 1 == len(path) or not (isinstance(inner, type) and issubclass(inner, _Section)):
+            return section, path[: depth + 1]
+        section = inner
+    return section, path
+
+
+def _json_example(examples: list[Any] | None) -> str:
+    example = (examples or [""])[0]
+    is_word = isinstance(example, str) and example.isidentifier() and example != "true"
+    return f'"{example}"' if is_word else str(example)

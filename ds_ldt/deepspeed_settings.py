@@ -1,0 +1,341 @@
+"""The part of the JSON that belongs to DeepSpeed: what is passed on, and what is refused by name.
+
+DeepSpeed ignores unknown keys in silence, and a setting that ds_ldt does not honour would be ignored too. So a key is
+either known and checked, or refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from ds_ldt.checks import GivenBatch, is_whole
+from ds_ldt.errors import ConfigProblem
+from ds_ldt.spelling import unknown_key
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+# Refused with any value, since DeepSpeed refuses them or would do what a split pipeline does not: key -> reason.
+_REMOVED = "DeepSpeed has removed it"
+REFUSED_KEYS: Mapping[str, str] = {
+    "amp": f'{_REMOVED}; use "bf16"',
+    "compression_training": _REMOVED,
+    "curriculum_learning": _REMOVED,
+    "eigenvalue": _REMOVED,
+    "elasticity": f"{_REMOVED}; the batch numbers are fixed",
+    "expert_parallel": "expert parallelism is not supported yet",
+    "graph_harvesting": _REMOVED,
+    "nebula": _REMOVED,
+    "progressive_layer_drop": _REMOVED,
+    "quantize_training": _REMOVED,
+    "sequence_parallel_size": "sequence parallelism is not supported yet",
+    "sparse_attention": _REMOVED,
+    "sparse_gradients": f"{_REMOVED}; gradients are reduced dense",
+    "tensor_parallel": "tensor parallelism is set by ldt.edge.tensor_parallel_size and ldt.cloud.tensor_parallel_size",
+    "weight_quantization": "quantised weights are not supported yet",
+}
+
+BOOLEAN_KEYS = frozenset(
+    {
+        "dataloader_drop_last",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "prescale_gradients",
+        "use_data_before_expert_parallelism",
+        "wall_clock_breakdown",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+    }
+)
+
+# Sections with an "enabled" switch; those of the second set have to be off.
+SWITCHED_SECTIONS = frozenset(
+    {
+        "autotuning",
+        "bf16",
+        "bfloat16",
+        "comet",
+        "comms_logger",
+        "csv_monitor",
+        "data_efficiency",
+        "flops_profiler",
+        "fp16",
+        "hybrid_engine",
+        "tensorboard",
+        "torch_autocast",
+        "wandb",
+    }
+)
+OFF_SECTIONS = frozenset({"autotuning", "data_efficiency", "fp16", "hybrid_engine", "torch_autocast"})
+
+PLAIN_SECTIONS = frozenset(
+    {
+        "activation_checkpointing",
+        "aio",
+        "checkpoint",
+        "compile",
+        "data_types",
+        "datastates_ckpt",
+        "optimizer",
+        "pipeline",
+        "scheduler",
+        "timers",
+        "zero_optimization",
+    }
+)
+
+OTHER_KEYS = frozenset(
+    {
+        "communication_data_type",
+        "gradient_allreduce_op",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "log_level",
+        "seq_parallel_communication_data_type",
+        "steps_per_print",
+        "vocabulary_size",
+    }
+)
+
+KNOWN_KEYS = frozenset(BATCH_KEYS) | BOOLEAN_KEYS | SWITCHED_SECTIONS | PLAIN_SECTIONS | OTHER_KEYS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What one setting accepts.
+
+    Attributes:
+        key: Its path; a dot leads into a section.
+        accepts: Whether a value is accepted. Settings that are absent are not asked about.
+        expected: What is accepted, in words.
+        fix: What to do about another value.
+    """
+
+    key: str
+    accepts: Callable[[Any], bool]
+    expected: str
+    fix: str
+
+
+def _is_number(value: object, least: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= least
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_off(value: object) -> bool:
+    return value is False
+
+
+def _is_no_offload(value: object) -> bool:
+    return value in (None, False) or (isinstance(value, Mapping) and value.get("device", "none") in (None, "none"))
+
+
+def _boolean(key: str) -> Rule:
+    return Rule(key=key, accepts=_is_bool, expected="true or false, without quotes", fix="write true or false")
+
+
+def _off(key: str, reason: str) -> Rule:
+    return Rule(key=key, accepts=_is_off, expected=f"false ({reason})", fix="set it to false or remove it")
+
+
+def _text(key: str, example: str) -> Rule:
+    return Rule(
+        key=key,
+        accepts=lambda value: isinstance(value, str) and bool(value),
+        expected="a name in quotes",
+        fix=f'write e.g. "{key.rpartition(".")[2]}": "{example}"',
+    )
+
+
+def _section(key: str) -> Rule:
+    return Rule(
+        key=key,
+        accepts=lambda value: isinstance(value, Mapping),
+        expected="an object with named settings",
+        fix='write "' + key.rpartition(".")[2] + '": { ... }',
+    )
+
+
+_FP16_FIX = 'use "bf16": {"enabled": true}, or leave both out for fp32'
+_NO_OFFLOAD = "no offload (it is not supported yet; allowed: null)"
+
+RULES: tuple[Rule, ...] = (
+    *(_boolean(key) for key in sorted(BOOLEAN_KEYS - {"prescale_gradients"})),
+    *(_section(key) for key in sorted(SWITCHED_SECTIONS | PLAIN_SECTIONS)),
+    *(_boolean(f"{key}.enabled") for key in sorted(SWITCHED_SECTIONS - OFF_SECTIONS)),
+    *(_off(f"{key}.enabled", "it is not supported yet") for key in sorted(OFF_SECTIONS - {"fp16"})),
+    Rule(
+        key="fp16.enabled",
+        accepts=_is_off,
+        expected="false (fp16 and its loss scaling are not supported yet)",
+        fix=_FP16_FIX,
+    ),
+    _boolean("bf16.immediate_grad_update"),
+    _boolean("bf16.check_grad_overflow"),
+    _off("bf16.bf16_master_weights_and_grads", "it needs ZeRO, which is not supported yet"),
+    _off("bf16.bf16_optimizer_states", "it needs ZeRO, which is not supported yet"),
+    _off("prescale_gradients", "gradients are averaged after their sum"),
+    _off("compile.deepcompile", "it is not supported yet"),
+    _off("checkpoint.load_universal", "universal checkpoints are not supported yet"),
+    Rule(
+        key="gradient_predivide_factor",
+        accepts=lambda value: not isinstance(value, bool) and value == 1,
+        expected="1 (gradients are averaged after their sum)",
+        fix="remove it",
+    ),
+    Rule(
+        key="gradient_allreduce_op",
+        accepts=lambda value: value == "mean",
+        expected='"mean" (gradients are averaged over the domains; a sum is not supported yet)',
+        fix="remove it",
+    ),
+    Rule(
+        key="communication_data_type",
+        accepts=lambda value: value in (None, "fp32"),
+        expected='"fp32" or null (gradients are reduced in fp32)',
+        fix="remove it",
+    ),
+    Rule(
+        key="gradient_clipping",
+        accepts=lambda value: _is_number(value, 0),
+        expected="the largest gradient norm, a number >= 0; 0 means no clipping",
+        fix='write e.g. "gradient_clipping": 1.0',
+    ),
+    Rule(
+        key="steps_per_print",
+        accepts=lambda value: is_whole(value, 1),
+        expected="a whole number of steps >= 1",
+        fix='write e.g. "steps_per_print": 10',
+    ),
+    Rule(
+        key="zero_optimization.stage",
+        accepts=lambda value: is_whole(value, 0) and value == 0,
+        expected="0 (allowed: 0; stage 1 is not supported yet, and stages 2 and 3 split what a pipeline needs whole)",
+        fix="set it to 0 or remove the section",
+    ),
+    *(
+        Rule(
+            key=f"zero_optimization.{name}",
+            accepts=_is_no_offload,
+            expected=_NO_OFFLOAD,
+            fix="remove it",
+        )
+        for name in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
+    ),
+    Rule(
+        key="pipeline.activation_checkpoint_interval",
+        accepts=lambda value: is_whole(value, 0),
+        expected="a whole number of layers >= 0; 0 means no activation checkpointing",
+        fix='write e.g. "activation_checkpoint_interval": 1',
+    ),
+    _boolean("pipeline.use_reentrant"),
+    _off("pipeline.pipe_partitioned", "activations cross the link whole"),
+    _off("pipeline.grad_partitioned", "gradients cross the link whole"),
+    _text("optimizer.type", "AdamW"),
+    _section("optimizer.params"),
+    _text("scheduler.type", "WarmupLR"),
+    _section("scheduler.params"),
+)
+
+# Sections all of whose keys are known here.
+_CLOSED: Mapping[str, frozenset[str]] = {
+    "bf16": frozenset(
+        {
+            "enabled",
+            "immediate_grad_update",
+            "check_grad_overflow",
+            "bf16_master_weights_and_grads",
+            "bf16_optimizer_states",
+        }
+    ),
+    "optimizer": frozenset({"type", "params", "legacy_fusion"}),
+    "pipeline": frozenset({"activation_checkpoint_interval", "use_reentrant", "pipe_partitioned", "grad_partitioned"}),
+    "scheduler": frozenset({"type", "params"}),
+}
+
+
+def deepspeed_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    """Yield what is wrong with DeepSpeed's settings (the JSON without its "ldt" section), one problem per setting."""
+    for key, value in settings.items():
+        if key in REFUSED_KEYS:
+            reason = REFUSED_KEYS[key]
+            yield ConfigProblem(key=key, found=value, expected=f"no such key ({reason})", fix="remove it")
+        elif key not in KNOWN_KEYS:
+            known = KNOWN_KEYS | {"ldt"}
+            yield unknown_key(str(key), value, known=known, owner='DeepSpeed or "ldt"')
+    yield from _batch_problems(settings)
+    for rule in RULES:
+        present, value = _look_up(settings, rule.key)
+        if present and not rule.accepts(value):
+            yield ConfigProblem(
+                key=rule.key, found=value, expected=rule.expected, fix=_advice_on_auto(value) or rule.fix
+            )
+    yield from _closed_section_problems(settings)
+
+
+def batch_numbers(settings: Mapping[str, Any]) -> GivenBatch:
+    """Return the batch numbers that are given; the settings have passed `deepspeed_problems`."""
+    return GivenBatch(
+        train=settings.get("train_batch_size"),
+        micro=settings.get("train_micro_batch_size_per_gpu"),
+        accumulation=settings.get("gradient_accumulation_steps"),
+    )
+
+
+def _look_up(settings: Mapping[str, Any], path: str) -> tuple[bool, Any]:
+    value: Any = settings
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return False, None
+        value = value[name]
+    return True, value
+
+
+def _advice_on_auto(value: object) -> str | None:
+    if value == "auto":
+        return 'write the value: "auto" is filled in by other trainers and is not supported here'
+    return None
+
+
+def _batch_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    for key in BATCH_KEYS:
+        value = settings.get(key)
+        if value is not None and not is_whole(value, 1):
+            yield ConfigProblem(
+                key=key,
+                found=value,
+                expected="a whole number >= 1, without quotes",
+                fix='remove it where it follows from the other two, or write the number: "auto" is filled in by other '
+                "trainers and is not supported here"
+                if value == "auto"
+                else f'write e.g. "{key}": 4',
+            )
+
+
+def _closed_section_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    for section, known in _CLOSED.items():
+        content = settings.get(section)
+        if not isinstance(content, Mapping):
+            continue
+        for name, value in content.items():
+            if name not in known:
+                yield unknown_key(f"{section}.{name}", value, known=known, owner="this section")
+            elif name == "params" and isinstance(value, Mapping):
+                yield from (
+                    ConfigProblem(
+                        key=f"{section}.params.{parameter}",
+                        found=setting,
+                        expected="a value",
+                        fix=_advice_on_auto(setting) or "",
+                    )
+                    for parameter, setting in value.items()
+                    if setting == "auto"
+                )
