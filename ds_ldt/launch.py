@@ -141,8 +141,8 @@ def choose_backend(accelerator: Accelerator) -> str:
     backend = accelerator.communication_backend_name()
     if device == "cpu" and backend == "ccl":
         raise ConfigError(
-            "DeepSpeed chose the 'ccl' backend for CPUs because oneccl_bindings_for_pytorch is installed; expected gloo, as "
-            "ccl lacks the point-to-point messages. Fix: uninstall oneccl_bindings_for_pytorch in this environment."
+            "DeepSpeed chose the 'ccl' backend for CPUs because oneccl_bindings_for_pytorch is installed; expected "
+            "gloo, as ccl lacks the point-to-point messages. Fix: uninstall oneccl_bindings_for_pytorch here."
         )
     if device == "cpu":
         backend = "gloo"
@@ -176,7 +176,8 @@ def check_backend(accelerator: Accelerator, backend_config: str) -> None:
     if backend not in expected:
         raise ConfigError(
             f"The process group in use has backend '{backend}' for device '{device}', expected "
-            f"{' or '.join(expected)}. Fix: let ds_ldt start torch.distributed, or give init_process_group such a backend."
+            f"{' or '.join(expected)}. Fix: let ds_ldt start torch.distributed, or give "
+            "init_process_group such a backend."
         )
 
 
