@@ -1,0 +1,77 @@
+"""Which compute needs which: the one place that knows how a micro-batch travels through the virtual stages.
+
+    F0 -> F1 -> ... -> F(S-1) -> B(S-1) -> ... -> B1 -> B0
+
+An arrow between two virtual stages is a message. The gradient arrows are missing over boundaries that carry none;
+a backward there only lets go of what its forward kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ds_ldt.plan.instructions import Compute, Op
+from ds_ldt.plan.shape import PipelineShape
+
+
+def computes_of(shape: PipelineShape, *, training: bool) -> Iterator[Compute]:
+    """Yield every compute that a plan of this shape must run, each once."""
+    for op in (Op.FORWARD, Op.BACKWARD) if training else (Op.FORWARD,):
+        for virtual_stage in range(shape.num_virtual_stages):
+            for micro_batch in range(shape.num_micro_batches):
+                for domain in range(shape.num_domains):
+                    yield Compute(op=op, virtual_stage=virtual_stage, micro_batch=micro_batch, domain=domain)
+
+
+def journey(shape: PipelineShape, *, training: bool, domain: int = 0) -> Iterator[Compute]:
+    """Yield the computes of one micro-batch that wait for one another, first to last.
+
+    Backwards that no gradient reaches are not among them: nothing waits for those.
+    """
+
+    def one(op: Op, virtual_stage: int) -> Compute:
+        return Compute(op=op, virtual_stage=virtual_stage, micro_batch=0, domain=domain)
+
+    yield from (one(Op.FORWARD, virtual_stage) for virtual_stage in range(shape.num_virtual_stages))
+    if training:
+        backward = reversed(range(shape.num_virtual_stages))
+        yield from (one(Op.BACKWARD, virtual_stage) for virtual_stage in backward if shape.has_gradient(virtual_stage))
+
+
+def incoming_boundary(compute: Compute, shape: PipelineShape) -> int | None:
+    """Return the boundary over which the message that a compute waits for arrives; None if it waits for none."""
+    stage = compute.virtual_stage
+    if compute.op is Op.FORWARD:
+        return stage - 1 if stage > 0 else None
+    return stage if stage < shape.num_boundaries and shape.carries_gradient(stage) else None
+
+
+def outgoing_boundary(compute: Compute, shape: PipelineShape) -> int | None:
+    """Return the boundary over which the result of a compute is sent; None if it stays where it is."""
+    stage = compute.virtual_stage
+    if compute.op is Op.FORWARD:
+        return stage if stage < shape.num_boundaries else None
+    return stage - 1 if stage > 0 and shape.carries_gradient(stage - 1) else None
+
+
+def receiver(compute: Compute, shape: PipelineShape) -> Compute | None:
+    """Return the compute that waits for the message of the given one; None if it sends none."""
+    boundary = outgoing_boundary(compute, shape)
+    if boundary is None:
+        return None
+    stage = boundary + 1 if compute.op is Op.FORWARD else boundary
+    return _moved(compute, op=compute.op, virtual_stage=stage)
+
+
+def backward_of(compute: Compute) -> Compute:
+    """Return the backward that uses what a forward kept."""
+    return _moved(compute, op=Op.BACKWARD, virtual_stage=compute.virtual_stage)
+
+
+def forward_of(compute: Compute) -> Compute:
+    """Return the forward whose kept values a backward uses."""
+    return _moved(compute, op=Op.FORWARD, virtual_stage=compute.virtual_stage)
+
+
+def _moved(compute: Compute, *, op: Op, virtual_stage: int) -> Compute:
+    return Compute(op=op, virtual_stage=virtual_stage, micro_batch=compute.micro_batch, domain=compute.domain)

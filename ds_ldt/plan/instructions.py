@@ -1,0 +1,174 @@
+"""The words a plan is written in: computes, channels and instructions.
+
+An *order* is the sequence of computes of one rank. `ds_ldt.plan.lower` turns orders into instructions, which add the
+loads, the sends, the receives and the closing reductions. Everything here is an immutable value without behaviour.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+_COMPUTE_PATTERN = re.compile(r"([A-Z])(\d+)\.(\d+)\.(\d+)")
+
+
+class Op(StrEnum):
+    """What a compute does with its virtual stage."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Compute:
+    """One forward or backward of one virtual stage for one micro-batch of one domain.
+
+    Attributes:
+        op: Forward or backward.
+        virtual_stage: Index `s` of the virtual stage, in visiting order.
+        micro_batch: Index of the micro-batch within its domain, `0..M-1`.
+        domain: Index of the domain, `0..D-1`.
+    """
+
+    op: Op
+    virtual_stage: int
+    micro_batch: int
+    domain: int
+
+    def __str__(self) -> str:
+        """Return the short form, for example `F0.3.1` (virtual stage 0, micro-batch 3, domain 1)."""
+        return f"{self.op.value}{self.virtual_stage}.{self.micro_batch}.{self.domain}"
+
+    @classmethod
+    def parse(cls, text: str) -> Compute:
+        """Read the short form that `str` writes.
+
+        Args:
+            text: For example `F0.3.1`.
+
+        Raises:
+            ValueError: The text is not a compute in short form.
+        """
+        match = _COMPUTE_PATTERN.fullmatch(text)
+        if match is None or match[1] not in tuple(Op):
+            ops = "|".join(Op)
+            raise ValueError(
+                f"{text!r} is no compute; expected ({ops})VIRTUAL_STAGE.MICRO_BATCH.DOMAIN, like 'F0.3.1'"
+            )
+        return cls(op=Op(match[1]), virtual_stage=int(match[2]), micro_batch=int(match[3]), domain=int(match[4]))
+
+
+Order = tuple[Compute, ...]
+Orders = dict[int, Order]
+"""Rank -> its order. Ranks are numbered as the topology numbers them at tensor parallel size 1."""
+
+
+class Kind(StrEnum):
+    """What an instruction does; the values are DeepSpeed's instruction names."""
+
+    LOAD_MICRO_BATCH = "LoadMicroBatch"
+    FORWARD_PASS = "ForwardPass"
+    BACKWARD_PASS = "BackwardPass"
+    SEND_ACTIVATION = "SendActivation"
+    RECV_ACTIVATION = "RecvActivation"
+    SEND_GRAD = "SendGrad"
+    RECV_GRAD = "RecvGrad"
+    REDUCE_GRADS = "ReduceGrads"
+    OPTIMIZER_STEP = "OptimizerStep"
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the instruction runs layers."""
+        return self in (Kind.FORWARD_PASS, Kind.BACKWARD_PASS)
+
+    @property
+    def is_send(self) -> bool:
+        """Whether the instruction hands a message to a channel."""
+        return self in (Kind.SEND_ACTIVATION, Kind.SEND_GRAD)
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether the instruction takes a message from a channel."""
+        return self in (Kind.RECV_ACTIVATION, Kind.RECV_GRAD)
+
+
+class Flow(StrEnum):
+    """What the messages of a channel are: activations go forward, gradients retrace their path."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Channel:
+    """One ordered stream of messages, one for each micro-batch of its domain.
+
+    Attributes:
+        domain: The domain whose messages it carries.
+        boundary: Boundary `b` lies between virtual stage `b` and `b + 1`.
+        flow: Activations or gradients.
+        source: Rank that sends.
+        destination: Rank that receives.
+    """
+
+    domain: int
+    boundary: int
+    flow: Flow
+    source: int
+    destination: int
+
+    def __str__(self) -> str:
+        """Return for example `activation over boundary 0 of domain 1, rank 0 -> rank 2`."""
+        return (
+            f"{self.flow.value} over boundary {self.boundary} of domain {self.domain}, "
+            f"rank {self.source} -> rank {self.destination}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One thing a rank does.
+
+    The four indices say for which compute the instruction is there: a receive serves the compute that consumes the
+    message, a send the one that produced it. All of them are None for the closing reductions.
+
+    Attributes:
+        kind: What is done.
+        chunk: Chunk of the virtual stage.
+        virtual_stage: Index of the virtual stage.
+        micro_batch: Index of the micro-batch within its domain.
+        domain: Index of the domain.
+        channel: The channel of a send or a receive, else None.
+    """
+
+    kind: Kind
+    chunk: int | None = None
+    virtual_stage: int | None = None
+    micro_batch: int | None = None
+    domain: int | None = None
+    channel: Channel | None = None
+
+    @property
+    def compute(self) -> Compute | None:
+        """The compute that a ForwardPass or BackwardPass runs; None for every other kind.
+
+        Raises:
+            ValueError: The instruction is a pass, yet one of its indices is missing.
+        """
+        if not self.kind.is_compute:
+            return None
+        if self.virtual_stage is None or self.micro_batch is None or self.domain is None:
+            raise ValueError(f"{self} runs a pass but does not say of which virtual stage, micro-batch and domain")
+        op = Op.FORWARD if self.kind is Kind.FORWARD_PASS else Op.BACKWARD
+        return Compute(op=op, virtual_stage=self.virtual_stage, micro_batch=self.micro_batch, domain=self.domain)
+
+    def __str__(self) -> str:
+        """Return for example `SendActivation(0.3.1 boundary 0 to rank 2)`; the numbers are those of a compute."""
+        if self.virtual_stage is None and self.micro_batch is None and self.domain is None:
+            return self.kind.value
+        place = f"{self.virtual_stage}.{self.micro_batch}.{self.domain}"
+        if self.channel is None:
+            return f"{self.kind.value}({place})"
+        peer = f"to rank {self.channel.destination}" if self.kind.is_send else f"from rank {self.channel.source}"
+        return f"{self.kind.value}({place} boundary {self.channel.boundary} {peer})"
