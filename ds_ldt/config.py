@@ -296,7 +296,7 @@ def _translated(error: ValidationError) -> Iterator[ConfigProblem]:
         reported.add(field_path)
         name = str(field_path[-1])
         key = ".".join(map(str, ("ldt", *field_path)))
-        if finding["type"] == "extra_forbidden":
+        if name not in section.model_fields:
             yield unknown_key(key, finding["input"], known=section.model_fields, owner="this section")
             continue
         field = section.model_fields[name]

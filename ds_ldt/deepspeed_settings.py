@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from ds_ldt.checks import GivenBatch, is_whole
-from ds_ldt.errors import ConfigProblem
+from ds_ldt.errors import Absent, ConfigProblem
 from ds_ldt.spelling import unknown_key
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -58,7 +58,6 @@ SWITCHED_SECTIONS = frozenset(
     {
         "autotuning",
         "bf16",
-        "bfloat16",
         "comet",
         "comms_logger",
         "csv_monitor",
@@ -204,6 +203,12 @@ RULES: tuple[Rule, ...] = (
         fix="remove it",
     ),
     Rule(
+        key="data_types.grad_accum_dtype",
+        accepts=lambda value: value in (None, "fp32"),
+        expected='"fp32" or null (gradients are accumulated in fp32)',
+        fix="remove it",
+    ),
+    Rule(
         key="gradient_clipping",
         accepts=lambda value: _is_number(value, 0),
         expected="the largest gradient norm, a number >= 0; 0 means no clipping",
@@ -241,6 +246,12 @@ RULES: tuple[Rule, ...] = (
     _off("pipeline.grad_partitioned", "gradients cross the link whole"),
     _text("optimizer.type", "AdamW"),
     _section("optimizer.params"),
+    Rule(
+        key="optimizer.params.max_grad_norm",
+        accepts=lambda value: False,
+        expected="no such key (DeepSpeed refuses it)",
+        fix='use the top-level "gradient_clipping"',
+    ),
     _text("scheduler.type", "WarmupLR"),
     _section("scheduler.params"),
 )
@@ -279,6 +290,7 @@ def deepspeed_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
                 key=rule.key, found=value, expected=rule.expected, fix=_advice_on_auto(value) or rule.fix
             )
     yield from _closed_section_problems(settings)
+    yield from _recipe_problems(settings)
 
 
 def batch_numbers(settings: Mapping[str, Any]) -> GivenBatch:
@@ -323,19 +335,35 @@ def _batch_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
 def _closed_section_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     for section, known in _CLOSED.items():
         content = settings.get(section)
+        if isinstance(content, Mapping):
+            for name, value in content.items():
+                if name not in known:
+                    yield unknown_key(f"{section}.{name}", value, known=known, owner="this section")
+
+
+def _recipe_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    """Yield what is missing or left to others in the optimizer and the scheduler."""
+    for section, required, example in (
+        ("optimizer", {"type": '"AdamW"'}, "AdamW"),
+        ("scheduler", {"type": '"WarmupLR"', "params": '{"warmup_num_steps": 10}'}, "WarmupLR"),
+    ):
+        content = settings.get(section)
         if not isinstance(content, Mapping):
             continue
-        for name, value in content.items():
-            if name not in known:
-                yield unknown_key(f"{section}.{name}", value, known=known, owner="this section")
-            elif name == "params" and isinstance(value, Mapping):
-                yield from (
-                    ConfigProblem(
-                        key=f"{section}.params.{parameter}",
-                        found=setting,
-                        expected="a value",
-                        fix=_advice_on_auto(setting) or "",
-                    )
-                    for parameter, setting in value.items()
-                    if setting == "auto"
+        for name in required:
+            if name not in content:
+                yield ConfigProblem(
+                    key=f"{section}.{name}",
+                    found=Absent(),
+                    expected=f"{name} of the {section}: DeepSpeed drops or fails on the section without it",
+                    fix=f'write e.g. "{name}": {required[name]}, or remove the section',
+                )
+        params = content.get("params")
+        for name, value in params.items() if isinstance(params, Mapping) else ():
+            if value == "auto":
+                yield ConfigProblem(
+                    key=f"{section}.params.{name}",
+                    found=value,
+                    expected=f"a value that {content.get('type', example)} takes",
+                    fix=_advice_on_auto(value) or "write the value",
                 )

@@ -32,10 +32,10 @@ def read_json(path: str | PathLike[str]) -> dict[str, Any]:
         raise ConfigError.of(
             f"config file {where}", found=Absent("bytes that are not UTF-8"), expected="JSON", fix="save it as UTF-8"
         ) from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise ConfigError.of(
             f"config file {where}",
-            found=Absent(f"no readable file ({error.strerror or type(error).__name__})"),
+            found=Absent(f"no readable file ({getattr(error, 'strerror', None) or error})"),
             expected="a JSON file that this process can read",
             fix="correct the path; each site reads its own copy of the file",
         ) from None
