@@ -1,8 +1,8 @@
 """What may cross a boundary: the wire schema, the signatures of messages, and the guard that holds one to the other.
 
 A boundary lies between two virtual stages. Its wire schema lists, in order, the tensors that a message over it may
-hold. The guard reads every message *before* it is posted, and every announcement of shapes before a buffer is allocated
-for it. What the schema does not declare does not leave the process: in doubt the step fails.
+hold. The guard reads every message *before* it is posted, and every announcement of shapes before a buffer is
+allocated for it. What the schema does not declare does not leave the process: in doubt the step fails.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ class WireSchema:
         for boundary, declared in sorted((self.per_boundary or {}).items()):
             lines += _statement(f"boundary {boundary}", declared)
         lines += [
-            "Nothing else is sent: samples, token ids, labels, pixels, file names and the weights of the edge stay there,",
-            "unless a line above declares them.",
-            "What this does not promise: activations and gradients depend on the samples. A cloud operator who knows the",
-            "base model can, with effort, recover much of the samples from them, even behind several edge layers.",
+            "Nothing else is sent: samples, token ids, labels, pixels, file names and the weights of the edge stay",
+            "there, unless a line above declares them.",
+            "What this does not promise: activations and gradients depend on the samples. A cloud operator who knows",
+            "the base model can, with effort, recover much of the samples from them, even behind several edge layers.",
         ]
         return "\n".join(lines)
 

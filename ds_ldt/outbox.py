@@ -1,0 +1,171 @@
+"""The sends of one channel that are under way, and the text of the errors that a link can give.
+
+Nobody who sends waits. On gloo the only way to learn that a send is through is to wait for it, so a thread of each
+outbound channel does that, in the order of the channel, and then drops the handle and the tensor. Where completion can
+be asked for, no thread is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ldt.errors import LinkError
+from ds_ldt.plan import Channel
+
+_MARGIN_S = 5.0
+"""What a drain allows on top of the timeout of the send it waits for, so that the send's own error comes first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Message:
+    """The tensors of one micro-batch on a channel and the handles of their transfers, in order."""
+
+    micro_batch: int
+    tensors: tuple[Tensor, ...]
+    works: list[dist.Work] = field(default_factory=list)
+
+
+def link_failure(
+    *, rank: int, channel: Channel, micro_batch: int, waited_s: float, timeout_s: float, error: Exception
+) -> LinkError:
+    """The error for a message that did not get through.
+
+    Args:
+        rank: This rank.
+        channel: The channel; the peer is its other end.
+        micro_batch: Whose message it was.
+        waited_s: Seconds spent waiting for it.
+        timeout_s: The value of `ldt.timeout_s`.
+        error: What the backend said.
+    """
+    sends = channel.source == rank
+    peer = channel.destination if sends else channel.source
+    said = str(error)
+    if "imed out" in said or "timeout" in said.lower():
+        what = f"rank {peer} was silent"
+        hint = (
+            "Raise ldt.timeout_s if the peer is only slow; else look at its log, it may be stuck or in another call."
+        )
+    else:
+        what = f"rank {peer} is gone or closed the connection"
+        hint = f"Look for the first error in the log of rank {peer}."
+    return LinkError(
+        f"rank {rank}: {what} while this rank waited {waited_s:.1f} s "
+        f"{'for it to take' if sends else 'to receive from it'} micro_batch {micro_batch} of the {channel} "
+        f"(ldt.timeout_s = {timeout_s:g}). {hint} Cause: {said}"
+    )
+
+
+class Outbox:
+    """Keeps what has been sent on one channel until the peer has it.
+
+    Args:
+        channel: The channel.
+        rank: This rank, its source.
+        timeout_s: Longest time the peer may take to accept the oldest message.
+        host_wait: True: a thread waits for the sends; False: they are asked, now and then, whether they are through.
+    """
+
+    def __init__(self, *, channel: Channel, rank: int, timeout_s: float, host_wait: bool) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._host_wait = host_wait
+        self._pending: deque[Message] = deque()
+        self._changed = threading.Condition()
+        self._failure: LinkError | None = None
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def put(self, message: Message) -> None:
+        """Takes over a message whose sends have been posted."""
+        if not self._host_wait:
+            while self._pending and all(work.is_completed() for work in self._pending[0].works):
+                self._pending.popleft()
+        with self._changed:
+            self._pending.append(message)
+            self._changed.notify_all()
+        if self._host_wait and self._thread is None:
+            name = f"ds_ldt sends: {self._channel}"
+            self._thread = threading.Thread(target=self._wait_in_order, name=name, daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        """Raises the `LinkError` of the first send that failed, if one has."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Waits until every message is through; each may take `timeout_s`.
+
+        Raises:
+            LinkError: The peer is gone, or was silent for longer than that.
+        """
+        if not self._host_wait:
+            for message in self._pending:
+                for work in message.works:
+                    work.wait()  # orders the device's work after the send; the backend's watchdog bounds it
+            self._pending.clear()
+            return
+        with self._changed:
+            while self._pending and self._failure is None:
+                oldest = self._pending[0]
+                if not self._changed.wait(self._timeout_s + _MARGIN_S) and self._pending[0] is oldest:
+                    error = TimeoutError("timed out in the thread that waits for the sends")
+                    self._failure = self._explain(oldest, self._timeout_s + _MARGIN_S, error)
+        self.check()
+
+    def give_up(self) -> None:
+        """Lets the thread end as soon as the send it waits for ends."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the thread; waits a moment for it."""
+        self.give_up()
+        if self._thread is not None:
+            self._thread.join(timeout=_MARGIN_S)
+
+    def _wait_in_order(self) -> None:
+        while True:
+            with self._changed:
+                while not self._pending and not self._stopped:
+                    self._changed.wait()
+                if self._stopped:
+                    return
+                oldest = self._pending[0]
+            begin = time.monotonic()
+            try:
+                for work in oldest.works:
+                    work.wait(timedelta(seconds=max(0.001, begin + self._timeout_s - time.monotonic())))
+            except RuntimeError as error:
+                with self._changed:
+                    self._failure = self._failure or self._explain(oldest, time.monotonic() - begin, error)
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._pending.popleft()
+                self._changed.notify_all()
+
+    def _explain(self, message: Message, waited_s: float, error: Exception) -> LinkError:
+        failure = link_failure(
+            rank=self._rank,
+            channel=self._channel,
+            micro_batch=message.micro_batch,
+            waited_s=waited_s,
+            timeout_s=self._timeout_s,
+            error=error,
+        )
+        failure.__cause__ = error
+        return failure

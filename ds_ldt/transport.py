@@ -1,0 +1,382 @@
+"""Channels over torch.distributed: receives posted ahead, sends that never block, bounded waits.
+
+A message is the tensors of one micro-batch; each tensor travels on its own, in order. What gloo asks for (measured):
+
+* Point-to-point on gloo is a rendezvous, so a receive posted late costs a round trip: the first `receive_window`
+  receives of each channel are posted when the step begins, and each one taken posts the next.
+* A handle that is dropped loses its message, and a send reads the tensor's own memory: both are kept until it is done.
+* A handle reports completion only to whoever waits on it (`is_completed` stays False before), so each outbound channel
+  has a thread that waits for its sends in order and lets go of their memory.
+* A wait that runs out of time closes the pair for good. It is the end of the job and not a poll: `LinkError`.
+* A message longer than the posted buffer ends the receiving process inside gloo, so signatures are agreed beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ldt.errors import ConfigError, LinkError, ScheduleError
+from ds_ldt.outbox import Message, Outbox, link_failure
+from ds_ldt.plan import Channel, Flow
+from ds_ldt.wire import Signature, WireGuard
+
+_TAGGED_BACKENDS = frozenset({"gloo"})
+"""Backends that tell messages on one group apart by tags, and wait on the host. Others get a group per channel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One process group to be created: its backend and its ranks (None: all of them)."""
+
+    name: str
+    backend: str
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the messages of a channel travel: the process group and the tag."""
+
+    group: dist.ProcessGroup
+    tag: int
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamGroups:
+    """The process groups that keep the streams apart: activations, gradients and control do not wait for each other.
+
+    Attributes:
+        routes: Channel -> its route, for the channels of this rank.
+        control: Group for announcements; always gloo, on CPU tensors.
+        host_wait: True where `Work.wait(timeout)` blocks the host until the message is through (gloo); False where it
+            orders the device's work instead and the backend's own watchdog bounds it.
+    """
+
+    routes: dict[Channel, Route]
+    control: dist.ProcessGroup
+    host_wait: bool
+    _created: list[dist.ProcessGroup] = field(default_factory=list)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        rank: int,
+        channels: Iterable[Channel],
+        timeout_s: float,
+        backend: str,
+        group_per_channel: bool | None = None,
+    ) -> StreamGroups:
+        """Creates the groups. Every rank of the world calls it with the same channels, backend and timeout.
+
+        Args:
+            rank: This rank.
+            channels: The channels of all ranks, in any order.
+            timeout_s: Seconds after which the backend gives up.
+            backend: Backend of activations and gradients.
+            group_per_channel: Default: what the backend needs (False for gloo, True for one without tags).
+
+        Raises:
+            LinkError: The groups could not be created.
+        """
+        ordered = sorted(set(channels))
+        if group_per_channel is None:
+            group_per_channel = backend not in _TAGGED_BACKENDS
+        groups: dict[str, dist.ProcessGroup] = {}
+        for spec in group_specs(ordered, backend=backend, group_per_channel=group_per_channel):
+            try:
+                groups[spec.name] = dist.new_group(
+                    ranks=None if spec.ranks is None else list(spec.ranks),
+                    timeout=timedelta(seconds=timeout_s),
+                    backend=spec.backend,
+                )
+            except RuntimeError as error:
+                raise LinkError(
+                    f"rank {rank} could not create the {spec.backend} group for {spec.name} within ldt.timeout_s = "
+                    f"{timeout_s:g} s: {error}. Is every rank of both sites up, and does the network interface that "
+                    "GLOO_SOCKET_IFNAME names reach the other site?"
+                ) from error
+        routes = {}
+        for tag, channel in enumerate(ordered):
+            if rank in (channel.source, channel.destination):
+                name = str(channel) if group_per_channel else channel.flow.value
+                routes[channel] = Route(group=groups[name], tag=0 if group_per_channel else tag)
+        return cls(
+            routes=routes,
+            control=groups["control"],
+            host_wait=backend in _TAGGED_BACKENDS,
+            _created=[group for group in groups.values() if isinstance(group, dist.ProcessGroup)],
+        )
+
+    def close(self) -> None:
+        """Destroys the groups; peers that still wait on them see the connection closed."""
+        groups, self._created = self._created, []
+        for group in groups:
+            dist.destroy_process_group(group)
+        self.routes = {}
+
+
+def group_specs(channels: Sequence[Channel], *, backend: str, group_per_channel: bool) -> list[GroupSpec]:
+    """The groups to create, in order. A pure function of the global channel list, so that all ranks agree."""
+    if not group_per_channel:
+        streams = [GroupSpec(name=flow.value, backend=backend) for flow in (Flow.ACTIVATION, Flow.GRADIENT)]
+    else:
+        streams = [
+            GroupSpec(name=str(channel), backend=backend, ranks=tuple(sorted((channel.source, channel.destination))))
+            for channel in sorted(channels)
+        ]
+    return [*streams, GroupSpec(name="control", backend="gloo")]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Inbox:
+    """Receives of one inbound channel: `expected` not yet posted, `posted` not yet taken, in the sender's order."""
+
+    channel: Channel
+    expected: deque[tuple[int, Signature]]
+    posted: deque[Message] = field(default_factory=deque)
+
+
+class Transport:
+    """Sends and receives the messages of one rank.
+
+    Args:
+        rank: This rank.
+        groups: The process groups of the channels.
+        device: Where received tensors are wanted. Over gloo they travel through host memory.
+        timeout_s: Longest wait for one message (`ldt.timeout_s`).
+        receive_window: How many receives of each channel are posted ahead, at least 1.
+        guard: Checks every message before it is posted.
+        on_send: Called with (channel, micro_batch, tensors) for each message that the guard let through.
+
+    Attributes:
+        bytes_sent: Channel -> bytes of tensor data handed to it so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        groups: StreamGroups,
+        device: torch.device | str,
+        timeout_s: float,
+        receive_window: int,
+        guard: WireGuard,
+        on_send: Callable[[Channel, int, tuple[Tensor, ...]], None] | None = None,
+    ) -> None:
+        if receive_window < 1:
+            raise ConfigError.of("receive_window", found=receive_window, expected="at least 1", fix="raise it")
+        self.bytes_sent: Counter[Channel] = Counter()
+        self._rank = rank
+        self._groups = groups
+        self._device = torch.device(device)
+        self._wire_device = torch.device("cpu") if groups.host_wait else self._device
+        self._timeout_s = timeout_s
+        self._receive_window = receive_window
+        self._guard = guard
+        self._on_send = on_send
+        self._inboxes: dict[Channel, _Inbox] = {}
+        self._outboxes: dict[Channel, Outbox] = {}
+        self._closed = False
+
+    def begin_step(self, receives: Mapping[Channel, Sequence[tuple[int, Signature]]]) -> None:
+        """Posts the first receives of the step.
+
+        Args:
+            receives: Inbound channel -> (micro-batch, signature) of each of its messages, in the sender's order.
+
+        Raises:
+            ScheduleError: The last step is not ended, or a channel is not an inbound channel of this rank.
+            LinkError: A peer is gone.
+        """
+        self._refuse_if_closed()
+        self._refuse_leftovers()
+        for channel in receives:
+            if channel.destination != self._rank or channel not in self._groups.routes:
+                raise ScheduleError(f"rank {self._rank} cannot receive: not an inbound channel of it: {channel}")
+        self._inboxes = {
+            channel: _Inbox(channel=channel, expected=deque(messages)) for channel, messages in receives.items()
+        }
+        for inbox in self._inboxes.values():
+            for _ in range(self._receive_window):
+                self._post_next(inbox)
+
+    def send(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        """Checks a message and hands it to its channel; returns without waiting for the peer.
+
+        The tensors must keep their values until the peer has them (nothing may be written to them in place):
+        contiguous ones are sent from where they lie.
+
+        Args:
+            channel: An outbound channel of this rank.
+            micro_batch: Named in errors; the receiver counts on the order of the channel.
+            tensors: The message. Its signature is the one that the receiver expects; a gradient message holds the
+                gradients of the tensors with a gradient, in order.
+
+        Raises:
+            PrivacyError: On the edge, the wire schema does not declare such a message. Nothing is sent.
+            LinkError: The same in the cloud; or a peer is gone or took no message for `timeout_s`.
+            ScheduleError: Not an outbound channel of this rank.
+        """
+        self._refuse_if_closed()
+        if channel.source != self._rank or channel not in self._groups.routes:
+            raise ScheduleError(f"rank {self._rank} cannot send: not an outbound channel of it: {channel}")
+        self._guard.check_send(channel.boundary, tensors, gradients=channel.flow is Flow.GRADIENT)
+        payload = tuple(tensor.detach().to(self._wire_device).contiguous() for tensor in tensors)
+        if self._on_send is not None:
+            self._on_send(channel, micro_batch, payload)
+        outbox = self._outbox(channel)
+        outbox.check()
+        route = self._groups.routes[channel]
+        begin = time.monotonic()
+        message = Message(micro_batch=micro_batch, tensors=payload)
+        for tensor in payload:
+            try:
+                work = dist.isend(tensor, channel.destination, group=route.group, tag=route.tag)
+            except RuntimeError as error:
+                raise self._failure(channel, micro_batch, begin, error) from error
+            message.works.append(_kept(work))
+            self.bytes_sent[channel] += tensor.numel() * tensor.element_size()
+        outbox.put(message)
+
+    def receive(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
+        """Takes the next message of a channel, waiting for it if need be, and posts a further receive.
+
+        Args:
+            channel: An inbound channel of this rank.
+            micro_batch: The micro-batch of the message; it has to be the channel's next.
+
+        Returns:
+            Fresh tensors on the transport's device, with the dtypes and shapes of the signature given to `begin_step`.
+
+        Raises:
+            ScheduleError: The next message of the channel is that of another micro-batch, or there is none left.
+            LinkError: It did not come within `timeout_s`, or the peer is gone.
+        """
+        self._refuse_if_closed()
+        inbox = self._inboxes.get(channel)
+        if inbox is None or not inbox.posted or inbox.posted[0].micro_batch != micro_batch:
+            following = "none" if inbox is None or not inbox.posted else f"micro_batch {inbox.posted[0].micro_batch}"
+            raise ScheduleError(
+                f"rank {self._rank} asked for micro_batch {micro_batch} of {channel}, but the next message of that "
+                f"channel is: {following}. The plan's receives must be in the order of the sender's sends."
+            )
+        message = inbox.posted[0]
+        begin = time.monotonic()
+        try:
+            for work in message.works:
+                self._wait(work, begin)
+        except RuntimeError as error:
+            self._raise_earlier_failure()
+            raise self._failure(channel, micro_batch, begin, error) from error
+        inbox.posted.popleft()
+        self._post_next(inbox)
+        return tuple(tensor.to(self._device) for tensor in message.tensors)
+
+    def end_step(self) -> None:
+        """Waits until the peers have every message of the step.
+
+        Raises:
+            ScheduleError: A message of the step was never received.
+            LinkError: A peer is gone or took no message for `timeout_s`.
+        """
+        self._refuse_if_closed()
+        self._refuse_leftovers()
+        for outbox in self._outboxes.values():
+            outbox.drain()
+
+    def close(self) -> None:
+        """Ends the threads of the outbound channels once their messages are through. The groups stay.
+
+        Raises:
+            LinkError: As for `end_step`.
+        """
+        if not self._closed:
+            self._closed = True
+            for outbox in self._outboxes.values():
+                outbox.drain()
+                outbox.stop()
+
+    def abort(self) -> None:
+        """Gives everything up at once and destroys the groups, so that peers fail promptly too. Raises nothing."""
+        self._closed = True
+        self._inboxes = {}
+        for outbox in self._outboxes.values():
+            outbox.give_up()
+        self._groups.close()
+        for outbox in self._outboxes.values():
+            outbox.stop()
+
+    def _outbox(self, channel: Channel) -> Outbox:
+        if channel not in self._outboxes:
+            self._outboxes[channel] = Outbox(
+                channel=channel, rank=self._rank, timeout_s=self._timeout_s, host_wait=self._groups.host_wait
+            )
+        return self._outboxes[channel]
+
+    def _post_next(self, inbox: _Inbox) -> None:
+        if not inbox.expected:
+            return
+        micro_batch, signature = inbox.expected.popleft()
+        route = self._groups.routes[inbox.channel]
+        buffers = tuple(torch.empty(one.shape, dtype=one.dtype, device=self._wire_device) for one in signature)
+        message = Message(micro_batch=micro_batch, tensors=buffers)
+        begin = time.monotonic()
+        for buffer in buffers:
+            try:
+                work = dist.irecv(buffer, inbox.channel.source, group=route.group, tag=route.tag)
+            except RuntimeError as error:
+                self._raise_earlier_failure()
+                raise self._failure(inbox.channel, micro_batch, begin, error) from error
+            message.works.append(_kept(work))
+        inbox.posted.append(message)
+
+    def _wait(self, work: dist.Work, begin: float) -> None:
+        if self._groups.host_wait:
+            left = max(0.001, begin + self._timeout_s - time.monotonic())
+            work.wait(timedelta(seconds=left))
+        else:
+            work.wait()
+
+    def _failure(self, channel: Channel, micro_batch: int, begin: float, error: RuntimeError) -> LinkError:
+        return link_failure(
+            rank=self._rank,
+            channel=channel,
+            micro_batch=micro_batch,
+            waited_s=time.monotonic() - begin,
+            timeout_s=self._timeout_s,
+            error=error,
+        )
+
+    def _raise_earlier_failure(self) -> None:
+        """A send that timed out closes the pair and so fails the receives too: the send's error says more."""
+        for outbox in self._outboxes.values():
+            outbox.check()
+
+    def _refuse_leftovers(self) -> None:
+        left = [
+            f"{channel}: micro_batches {[message.micro_batch for message in inbox.posted]}"
+            + (f" and {len(inbox.expected)} more" if inbox.expected else "")
+            for channel, inbox in self._inboxes.items()
+            if inbox.posted or inbox.expected
+        ]
+        if left:
+            raise ScheduleError(f"rank {self._rank} left messages of the step unreceived: {'; '.join(left)}")
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise LinkError(f"rank {self._rank}: this transport is closed; a job that failed has to be started anew")
+
+
+def _kept(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise LinkError("torch.distributed returned no handle: this rank is not a member of the channel's group")
+    return work
