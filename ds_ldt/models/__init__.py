@@ -10,6 +10,7 @@ from ds_ldt.models.causal_lm import causal_lm_loss
 from ds_ldt.models.families import FAMILIES
 from ds_ldt.models.family import ModelFamily
 from ds_ldt.models.keys import NUM_LEADING, NUM_TRAILING, KeyMap
+from ds_ldt.models.pretrained import from_pretrained
 from ds_ldt.models.registry import build_layers, checked_config, family_of, read_hf_config
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "checked_config",
     "count_targets",
     "family_of",
+    "from_pretrained",
     "prepare_batch",
     "read_hf_config",
 ]

@@ -6,15 +6,18 @@ import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from deepspeed.pipe import LayerSpec
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
+from ds_ldt.layout import Layout
 from ds_ldt.models.attention import MASK_FUNCTIONS
 from ds_ldt.models.families import FAMILIES
 from ds_ldt.models.family import ModelFamily
+from ds_ldt.models.keys import NUM_LEADING, NUM_TRAILING
 
 CONFIG_FILE = "config.json"
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
@@ -104,6 +107,21 @@ def build_layers(config: PreTrainedConfig, *, attn_implementation: str | None = 
         ConfigError: The architecture or a feature of the config is not supported.
     """
     return family_of(config).layers(checked_config(config, attn_implementation=attn_implementation))
+
+
+def layout_of(matrix: Any, config: PreTrainedConfig, *, allow_exposed_edge: bool) -> Layout:
+    """Return the layout of a model of transformers: embedding in the head, norm and output layer in the tail.
+
+    Raises:
+        ConfigError: The matrix is malformed or does not fit the model, or leaves the edge exposed.
+    """
+    return Layout.build(
+        matrix,
+        num_layers=config.num_hidden_layers,
+        num_leading=NUM_LEADING,
+        num_trailing=NUM_TRAILING,
+        allow_exposed_edge=allow_exposed_edge,
+    )
 
 
 def _problems(config: PreTrainedConfig, family: ModelFamily, attention: str | None) -> Iterator[ConfigProblem]:
