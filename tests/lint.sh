@@ -18,7 +18,11 @@ check() {
 
 check ruff check .
 check ruff format --check .
-check codespell ds_ldt checkpoint ds_configs examples tests docs ./*.md setup.cfg pyproject.toml
+spelled=()
+for path in ds_ldt checkpoint ds_configs examples tests docs .ci ./*.md setup.cfg pyproject.toml; do
+    if [ -e "$path" ]; then spelled+=("$path"); fi
+done
+check codespell "${spelled[@]}"
 check lint-imports
 check mypy
 if [ "${#failed[@]}" -gt 0 ]; then

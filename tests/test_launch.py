@@ -61,7 +61,7 @@ def test_S48_each_missing_variable_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "name, value",
     [
         ("RANK", "one"),
         ("RANK", "-1"),
@@ -215,7 +215,7 @@ def test_lock_in_torchs_default_directory_is_found(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "ops"),
+    "optimizer, ops",
     [
         (None, set()),
         ({"type": "SGD", "params": {"lr": 1.0}}, set()),
