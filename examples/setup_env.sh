@@ -6,6 +6,7 @@
 # Settings (environment):
 #   LDT_PYTHON   interpreter a new .venv is made with           (python3.11 if there is one, else python3)
 #   LDT_TORCH    the torch to install first                     (torch==2.13.0)
+#   LDT_SETUP    skip: install nothing, use the active environment as it is
 #   pip's own    PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS ... are honoured. On a machine without a GPU,
 #                PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu may save gigabytes of download.
 # shellcheck shell=bash
@@ -54,6 +55,11 @@ ldt_activate() {
 
 ldt_setup() {
     ldt_check_compiler
+    if [ "${LDT_SETUP:-}" = skip ]; then
+        export VIRTUAL_ENV="${VIRTUAL_ENV:-$(python -c 'import sys; print(sys.prefix)')}"
+        ldt_say "LDT_SETUP=skip: using $(command -v python) as it is"
+        return 0
+    fi
     ldt_activate
     local stamp_file="$VIRTUAL_ENV/.ds_ldt_setup" stamp
     stamp="$(ldt_stamp)"
