@@ -9,6 +9,7 @@ from ds_ldt.plan.lower import lower
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.policies import AUTO, EVALUATION, TRAINING
 from ds_ldt.plan.shape import PipelineShape
+from ds_ldt.plan.validate import validate
 
 _CACHED_PLANS = 64
 
@@ -56,4 +57,6 @@ def build_plan(
 def _build(shape: PipelineShape, name: str, training: bool, max_in_flight: int | None) -> Plan:
     policies = TRAINING if training else EVALUATION
     orders = policies[name](shape, max_in_flight=max_in_flight)
-    return lower(orders, shape, policy=name, training=training)
+    plan = lower(orders, shape, policy=name, training=training)
+    validate(plan, max_in_flight=max_in_flight)
+    return plan

@@ -93,6 +93,9 @@ class Kind(StrEnum):
         return self in (Kind.RECV_ACTIVATION, Kind.RECV_GRAD)
 
 
+_BACKWARD_KINDS = (Kind.BACKWARD_PASS, Kind.SEND_GRAD, Kind.RECV_GRAD)
+
+
 class Flow(StrEnum):
     """What the messages of a channel are: activations go forward, gradients retrace their path."""
 
@@ -150,18 +153,24 @@ class Instruction:
     channel: Channel | None = None
 
     @property
-    def compute(self) -> Compute | None:
-        """The compute that a ForwardPass or BackwardPass runs; None for every other kind.
+    def serves(self) -> Compute | None:
+        """The compute that the instruction runs, feeds or forwards the result of; None for the closing reductions.
 
         Raises:
-            ValueError: The instruction is a pass, yet one of its indices is missing.
+            ValueError: Some of the indices are missing.
         """
-        if not self.kind.is_compute:
+        indices = (self.virtual_stage, self.micro_batch, self.domain)
+        if indices == (None, None, None):
             return None
         if self.virtual_stage is None or self.micro_batch is None or self.domain is None:
-            raise ValueError(f"{self} runs a pass but does not say of which virtual stage, micro-batch and domain")
-        op = Op.FORWARD if self.kind is Kind.FORWARD_PASS else Op.BACKWARD
+            raise ValueError(f"{self} must name a virtual stage, a micro-batch and a domain, or none of them")
+        op = Op.BACKWARD if self.kind in _BACKWARD_KINDS else Op.FORWARD
         return Compute(op=op, virtual_stage=self.virtual_stage, micro_batch=self.micro_batch, domain=self.domain)
+
+    @property
+    def compute(self) -> Compute | None:
+        """The compute that a ForwardPass or BackwardPass runs; None for every other kind."""
+        return self.serves if self.kind.is_compute else None
 
     def __str__(self) -> str:
         """Return for example `SendActivation(0.3.1 boundary 0 to rank 2)`; the numbers are those of a compute."""

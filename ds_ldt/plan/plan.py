@@ -69,32 +69,32 @@ class Plan:
             if instruction.kind.is_receive and instruction.channel == channel and instruction.micro_batch is not None
         )
 
-    def peak_in_flight(self, rank: int) -> int:
-        """Return the most micro-batches of one domain that a rank has in flight at once; see `peak_in_flight`."""
-        return peak_in_flight(compute for instruction in self.instructions[rank] if (compute := instruction.compute))
-
-
-def peak_in_flight(order: Iterable[Compute]) -> int:
+    def peak_in_flight(order: Iterable[Compute]) -> int:
     """Return the most micro-batches of one domain that an order has in flight at once.
 
     A micro-batch is in flight on a rank from its first compute there to the end of its last one: between them the
     rank keeps its activations. A rank that serves K domains holds up to K times as many micro-batches.
     """
+    return max(in_flight_counts(order), default=0)
+
+
+def in_flight_counts(order: Iterable[Compute]) -> list[int]:
+    """Return for each compute how many micro-batches of its domain are in flight while it runs, its own included."""
     order = tuple(order)
     remaining = Counter((compute.domain, compute.micro_batch) for compute in order)
     begun: set[tuple[int, int]] = set()
     in_flight: Counter[int] = Counter()
-    peak = 0
+    counts = []
     for compute in order:
         key = (compute.domain, compute.micro_batch)
         if key not in begun:
             begun.add(key)
             in_flight[compute.domain] += 1
-            peak = max(peak, in_flight[compute.domain])
+        counts.append(in_flight[compute.domain])
         remaining[key] -= 1
         if not remaining[key]:
             in_flight[compute.domain] -= 1
-    return peak
+    return counts
 
 
 def _lines(plan: Plan) -> Iterable[str]:

@@ -6,17 +6,18 @@ import math
 
 from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.dependencies import incoming_boundary, journey
-from ds_ldt.plan.shape import PipelineShape
+from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
 
-_NOMINAL_EDGE, _NOMINAL_CLOUD = 1, 3
+_NOMINAL_RATIO = 4
 
 
 def nominal_costs(shape: PipelineShape) -> Costs:
-    """Return the costs assumed when none are known: the cloud is the bottleneck, an edge pass a third of a cloud pass.
+    """Return the costs assumed when none are known: the cloud is the bottleneck, backward is twice forward.
 
-    All of them are whole numbers, so that a played run is the same on every machine.
+    An edge pass takes a quarter of a cloud pass, or less where a replica serves several domains, so that the edge
+    keeps up. All are whole numbers, so that a played run is the same on every machine.
     """
-    return Costs.uniform(shape, edge=_NOMINAL_EDGE, cloud=_NOMINAL_CLOUD, backward_ratio=2)
+    return Costs.uniform(shape, edge=1, cloud=_NOMINAL_RATIO * shape.slice_size, backward_ratio=2)
 
 
 def round_trip_caps(
@@ -30,7 +31,7 @@ def round_trip_caps(
         training: Whether micro-batches come back as gradients.
         max_in_flight: An upper limit for every stage; None means no limit.
     """
-    tau = max(_work(shape, costs, stage, training=training) for stage in range(1, shape.num_stages))
+    tau = _longest_visit(shape, costs, training=training)
     caps = [
         1 + math.ceil(_round_trip(shape, costs, stage, training=training) / tau) for stage in range(shape.num_stages)
     ]
@@ -50,10 +51,9 @@ def _round_trip(shape: PipelineShape, costs: Costs, stage: int, *, training: boo
     return 0.0 if first_end is None else max(0.0, last_start - first_end)
 
 
-def _work(shape: PipelineShape, costs: Costs, stage: int, *, training: bool) -> float:
-    """Time that a rank of a stage is busy with one micro-batch."""
-    return sum(
-        costs.seconds(compute, shape)
-        for compute in journey(shape, training=training)
-        if shape.stages[compute.virtual_stage] == stage
-    )
+def _longest_visit(shape: PipelineShape, costs: Costs, *, training: bool) -> float:
+    """Longest time that a cloud rank is busy with one micro-batch on one virtual stage."""
+    seconds = [0.0] * shape.num_virtual_stages
+    for compute in journey(shape, training=training):
+        seconds[compute.virtual_stage] += costs.seconds(compute, shape)
+    return max(seconds[index] for index, stage in enumerate(shape.stages) if stage != EDGE_STAGE)

@@ -1,13 +1,14 @@
 """`forward_only`: evaluation. Forwards only, results are used before new samples enter.
 
     edge              tail forward > middle forward > head forward, at most K_0 micro-batches of a domain in flight
-    cloud stage p     the later virtual stage first
+    cloud stage p     the later virtual stage first, at most K_p
 
-K_p = 1 + ceil(rt_p / tau), here with rt_p the unloaded time between the end of a micro-batch's first forward and the
-start of its last forward on the stage, and tau the time that the busiest cloud stage works on one micro-batch. The
-order is found by list scheduling with nominal costs, see `ds_ldt.plan.list_schedule`. For V = 2 the edge order is
+The caps are those of `ldt_1f1b`, K_p = 1 + ceil(rt_p / tau), with forwards only, and so is the way in which the order
+is found. For V = 2 this is K_0 = P, and the edge runs
 
-    step 0: min(M, P+1) x head; step 1: (tail, head) until head runs out; step 2: the remaining tails
+    step 0: min(M, P) x FS
+    step 1: until FS runs out: FE, FS
+    step 2: the remaining FE
 """
 
 from __future__ import annotations

@@ -10,24 +10,26 @@ Where a micro-batch meets each cloud stage once (V = 2), per domain:
                       step 1: until F runs out: F, B
                       step 2: the remaining B
 
-FS/BS are the forward of the first and the backward of the last layers, FE/BE the forward of the last and the backward
-of the first layers... of the edge: FS = F0, FE = F(S-1), BS = B(S-1), BE = B0. An edge replica runs each entry for
-every domain of its slice in turn; (FE BS) is one entry, so a domain's gradient leaves before the next one's FE.
+On the edge FS = F0 and FE = F(S-1) are the forwards of the first and the last layers, BS = B(S-1) and BE = B0 their
+backwards in the order in which they come. An edge replica runs each entry for every domain of its slice in turn;
+(FE BS) is one entry, so that a domain's gradient leaves before the next domain's FE.
 
-For any other shape (several virtual stages per cloud stage, middle virtual stages on the edge, or a cap on the
-micro-batches in flight that the rule would break) the same depth is kept and the order is found by list scheduling
+Peak in flight per domain: P-p+1 on cloud stage p; P+2 on the edge, as a unit of step 2 begins with FS on top of the
+P+1 micro-batches of step 0 and lets one go only at its end.
+
+For any other shape (several virtual stages per cloud stage, middle virtual stages on the edge) and for a cap on the
+micro-batches in flight that the rule would break, the depth is kept in mind and the order is found by list scheduling
 with nominal costs, in whole numbers so that every machine finds the same one:
 
     in flight on stage p <= K_p = 1 + ceil(rt_p / tau)
 
-rt_p is the unloaded time between the end of the first forward of a micro-batch on the stage and the start of its last
-backward there, tau the time that the busiest cloud stage works on one micro-batch. For V = 2 this gives the depth of
-the rule above: K_0 = P+1 and K_p = P-p+1.
+rt_p is the unloaded time between the end of the first compute of a micro-batch on the stage and the start of its last
+one there; tau is the longest time that a cloud rank works on one micro-batch of one virtual stage. For V = 2 this is
+K_0 = P+1 and K_p = P-p+1, the depth of the published rule.
 """
 
 from __future__ import annotations
 
-from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.instructions import Compute, Op, Order, Orders
 from ds_ldt.plan.list_schedule import list_orders
 from ds_ldt.plan.policies.depth import nominal_costs, round_trip_caps
@@ -43,7 +45,7 @@ def orders(shape: PipelineShape, *, max_in_flight: int | None = None) -> Orders:
     """
     if shape.is_single_pass and (max_in_flight is None or max_in_flight >= _published_depth(shape)):
         return {rank: _published_order(shape, rank) for rank in range(shape.num_ranks)}
-    costs: Costs = nominal_costs(shape)
+    costs = nominal_costs(shape)
     caps = round_trip_caps(shape, costs, training=True, max_in_flight=max_in_flight)
     return list_orders(shape, costs, training=True, caps=caps)
 

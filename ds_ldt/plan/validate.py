@@ -1,0 +1,224 @@
+"""Prove that a plan can be run. Each rule is one function; a violation raises `ScheduleError` with the place marked.
+
+The rules, in the order in which they are applied (each may rely on those before it):
+
+1. rows          every rank has a row
+2. instructions  every instruction names a compute of its own rank, and the right channel for it
+3. closing       training ends with the gradient reduction and the optimizer step, evaluation without; nowhere else
+4. groups        [load or receive] pass [send]: what a pass needs is right before it, what it gives right after it
+5. complete      every virtual stage of every micro-batch of every domain runs once forward and, in training, once back
+6. local order   a backward comes after the forward whose values it uses
+7. channels      the destination posts its receives in the order in which the source sends
+8. progress      no deadlock, whatever the delays; on request also if a send must meet a posted receive
+9. in flight     no rank has more micro-batches in flight than allowed
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ds_ldt.plan.dependencies import computes_of, forward_of, incoming_boundary, outgoing_boundary
+from ds_ldt.plan.instructions import Channel, Compute, Flow, Instruction, Kind, Op
+from ds_ldt.plan.plan import Plan, in_flight_counts
+from ds_ldt.plan.render import schedule_error
+from ds_ldt.plan.replay import describe_stall, find_stall
+from ds_ldt.plan.shape import PipelineShape
+
+_CLOSING = (Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
+_SHOWN = 5
+
+
+def validate(plan: Plan, *, max_in_flight: int | None = None, posted_ahead: int | None = None) -> None:
+    """Return if the plan can be run.
+
+    Args:
+        plan: The plan.
+        max_in_flight: The most micro-batches of one domain in flight on any rank; None means no limit.
+        posted_ahead: Receives of each channel that the transport keeps posted, if its sends wait for a posted receive;
+            `min_posted_receives` says how many it takes. None: its sends never keep a rank from going on.
+
+    Raises:
+        ScheduleError: Some rule is violated. The text names it and shows the orders with the place marked.
+    """
+    _check_rows(plan)
+    _check_instructions(plan)
+    _check_closing(plan)
+    _check_groups(plan)
+    _check_complete(plan)
+    _check_local_order(plan)
+    _check_channels(plan)
+    _check_progress(plan, posted_ahead)
+    _check_in_flight(plan, max_in_flight)
+
+
+def _check_rows(plan: Plan) -> None:
+    found, expected = len(plan.instructions), plan.shape.num_ranks
+    if found != expected:
+        raise schedule_error(plan, f"it has rows for {found} ranks, expected {expected}")
+
+
+def _check_instructions(plan: Plan) -> None:
+    for rank, row in enumerate(plan.instructions):
+        for position, instruction in enumerate(row):
+            fault = _instruction_fault(plan, rank, instruction)
+            if fault is not None:
+                raise schedule_error(plan, fault, rank=rank, position=position)
+
+
+def _instruction_fault(plan: Plan, rank: int, instruction: Instruction) -> str | None:
+    indices = (instruction.chunk, instruction.virtual_stage, instruction.micro_batch, instruction.domain)
+    if instruction.kind in _CLOSING:
+        named = any(index is not None for index in (*indices, instruction.channel))
+        return "a closing reduction belongs to no virtual stage, micro-batch, domain or channel" if named else None
+    compute = None if None in indices else instruction.serves
+    if compute is None:
+        return "it must name chunk, virtual stage, micro-batch and domain"
+    fault = _place_fault(plan.shape, rank, compute)
+    if fault is not None:
+        return fault
+    chunk, channel = plan.shape.chunks[compute.virtual_stage], _expected_channel(plan, instruction.kind, compute)
+    if instruction.chunk != chunk:
+        return f"its chunk is {instruction.chunk}, but virtual stage {compute.virtual_stage} is of chunk {chunk}"
+    return None if instruction.channel == channel else f"its channel is ({instruction.channel}), expected ({channel})"
+
+
+def _place_fault(shape: PipelineShape, rank: int, compute: Compute) -> str | None:
+    limits = (shape.num_virtual_stages, shape.num_micro_batches, shape.num_domains)
+    found = (compute.virtual_stage, compute.micro_batch, compute.domain)
+    if not all(0 <= index < limit for index, limit in zip(found, limits, strict=True)):
+        return f"{compute} does not exist: virtual stages, micro-batches and domains are {limits}"
+    owner = shape.rank_of(compute.virtual_stage, compute.domain)
+    return None if owner == rank else f"{compute} belongs to {shape.describe_rank(owner)}"
+
+
+def _expected_channel(plan: Plan, kind: Kind, compute: Compute) -> Channel | None:
+    boundary = None
+    if kind.is_receive:
+        boundary = incoming_boundary(compute, plan.shape)
+    elif kind.is_send:
+        boundary = outgoing_boundary(compute, plan.shape)
+    if boundary is None:
+        return None
+    flow = Flow.ACTIVATION if compute.op is Op.FORWARD else Flow.GRADIENT
+    return plan.shape.channel(boundary=boundary, domain=compute.domain, flow=flow)
+
+
+def _check_closing(plan: Plan) -> None:
+    expected = _CLOSING if plan.training else ()
+    for rank, row in enumerate(plan.instructions):
+        body = row[: len(row) - len(expected)]
+        found = tuple(instruction.kind for instruction in row[len(body) :])
+        misplaced = [position for position, instruction in enumerate(body) if instruction.kind in _CLOSING]
+        if found != expected or misplaced:
+            want = "end with " + " and ".join(expected) + ", once" if expected else "contain no closing reduction"
+            position = misplaced[0] if misplaced else max(0, len(row) - 1)
+            raise schedule_error(plan, f"a row must {want}", rank=rank, position=position)
+
+
+def _check_groups(plan: Plan) -> None:
+    for rank, row in enumerate(plan.instructions):
+        position = 0
+        while position < len(row) and row[position].kind not in _CLOSING:
+            owner = row[position].serves
+            assert owner is not None
+            expected = _expected_group(plan, owner)
+            found = tuple(instruction.kind for instruction in row[position : position + len(expected)])
+            served = {instruction.serves for instruction in row[position : position + len(expected)]}
+            if found != expected or served != {owner}:
+                fault = f"expected {', '.join(expected)} of {owner} in a row, found {', '.join(found)}"
+                raise schedule_error(plan, fault, rank=rank, position=position)
+            position += len(expected)
+
+
+def _expected_group(plan: Plan, compute: Compute) -> tuple[Kind, ...]:
+    shape = plan.shape
+    if compute.op is Op.FORWARD:
+        receive, run, send = Kind.RECV_ACTIVATION, Kind.FORWARD_PASS, Kind.SEND_ACTIVATION
+    else:
+        receive, run, send = Kind.RECV_GRAD, Kind.BACKWARD_PASS, Kind.SEND_GRAD
+    group = [run]
+    if incoming_boundary(compute, shape) is not None:
+        group.insert(0, receive)
+    elif compute.op is Op.FORWARD:
+        group.insert(0, Kind.LOAD_MICRO_BATCH)
+    if outgoing_boundary(compute, shape) is not None:
+        group.append(send)
+    return tuple(group)
+
+
+def _check_complete(plan: Plan) -> None:
+    expected = set(computes_of(plan.shape, training=plan.training))
+    seen: set[Compute] = set()
+    for rank, row in enumerate(plan.instructions):
+        for position, instruction in enumerate(row):
+            compute = instruction.compute
+            if compute is None:
+                continue
+            if compute in seen:
+                raise schedule_error(plan, f"{compute} runs twice", rank=rank, position=position)
+            if compute not in expected:
+                raise schedule_error(plan, f"an evaluation runs no {compute}", rank=rank, position=position)
+            seen.add(compute)
+    missing = sorted(expected - seen)
+    if missing:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        rank = plan.shape.rank_of(missing[0].virtual_stage, missing[0].domain)
+        names = ", ".join(map(str, missing[:_SHOWN]))
+        raise schedule_error(plan, f"{names}{more} never run", rank=rank, position=len(plan.instructions[rank]))
+
+
+def _check_local_order(plan: Plan) -> None:
+    for rank, row in enumerate(plan.instructions):
+        done: set[Compute] = set()
+        for position, instruction in enumerate(row):
+            compute = instruction.compute
+            if compute is None:
+                continue
+            if compute.op is Op.BACKWARD and forward_of(compute) not in done:
+                fault = f"{compute} runs before {forward_of(compute)}, whose values it uses"
+                raise schedule_error(plan, fault, rank=rank, position=position)
+            done.add(compute)
+
+
+def _check_channels(plan: Plan) -> None:
+    sent: dict[Channel, list[int | None]] = defaultdict(list)
+    received: dict[Channel, list[tuple[int | None, int]]] = defaultdict(list)
+    for row in plan.instructions:
+        for position, instruction in enumerate(row):
+            if instruction.channel is None:
+                continue
+            if instruction.kind.is_send:
+                sent[instruction.channel].append(instruction.micro_batch)
+            else:
+                received[instruction.channel].append((instruction.micro_batch, position))
+    for channel in sorted({*sent, *received}):
+        pairs = zip(sent[channel], received[channel], strict=True)
+        for nth, (sent_micro_batch, (micro_batch, position)) in enumerate(pairs):
+            if sent_micro_batch != micro_batch:
+                fault = (
+                    f"message {nth} of channel ({channel}) is sent for micro-batch {sent_micro_batch} "
+                    f"but received as micro-batch {micro_batch}"
+                )
+                raise schedule_error(plan, fault, rank=channel.destination, position=position)
+
+
+def _check_progress(plan: Plan, posted_ahead: int | None) -> None:
+    for window in (None,) if posted_ahead is None else (None, posted_ahead):
+        stuck = find_stall(plan, posted_ahead=window)
+        if stuck:
+            rank = min(stuck)
+            how = "" if window is None else f"sends wait for one of {window} posted receives, "
+            fault = how + describe_stall(plan, stuck)
+            raise schedule_error(plan, fault, rank=rank, position=stuck[rank])
+
+
+def _check_in_flight(plan: Plan, max_in_flight: int | None) -> None:
+    if max_in_flight is None:
+        return
+    for rank, row in enumerate(plan.instructions):
+        passes = [(position, compute) for position, instruction in enumerate(row) if (compute := instruction.compute)]
+        counts = in_flight_counts(compute for _, compute in passes)
+        for (position, compute), count in zip(passes, counts, strict=True):
+            if count > max_in_flight:
+                fault = f"{count} micro-batches of the domain of {compute} are in flight, {max_in_flight} are allowed"
+                raise schedule_error(plan, fault, rank=rank, position=position)
