@@ -1,0 +1,106 @@
+"""``ds_ldt.initialize``: DeepSpeed's entry point with the engine of this package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.utils import logger
+
+from ds_ldt.config import JobConfig, load_config
+from ds_ldt.engine import LDTPipelineEngine
+from ds_ldt.errors import ConfigError
+from ds_ldt.module import LDTPipelineModule
+
+
+def initialize(
+    args: Any = None,
+    model: LDTPipelineModule | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig | None = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[LDTPipelineEngine, Any, Any, Any]:
+    """Create the engine of this rank; the counterpart of ``deepspeed.initialize``, with its signature.
+
+    Every rank of both sites calls it. Arguments that make no sense for a pipeline over two sites are refused.
+
+    Args:
+        args: may carry ``deepspeed_config``, a path, in place of ``config``.
+        model: an :class:`~ds_ldt.module.LDTPipelineModule`.
+        optimizer: a ``torch.optim.Optimizer`` over this rank's parameters, or a callable that makes one; it wins over
+            the JSON.
+        model_parameters: what to optimize; default all parameters of this rank.
+        training_data: map-style data set; used on the edge, ignored and never opened in the cloud.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; it wins over the JSON.
+        distributed_port: not accepted: the module has already joined the process group.
+        mpu: not accepted: the module brings its own.
+        dist_init_required: True is not accepted, as ``distributed_port``.
+        collate_fn: merges samples into a micro-batch.
+        config: the configuration that the module was built with; default that one.
+        mesh_param: not accepted.
+        config_params: older name of ``config``.
+
+    Returns:
+        ``(engine, optimizer, training_dataloader, lr_scheduler)``; the data loader is None in the cloud.
+
+    Raises:
+        ConfigError: an argument is not accepted, or ``config`` differs from the module's.
+    """
+    refused = {
+        "distributed_port": distributed_port,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required or None,
+        "mesh_param": mesh_param,
+    }
+    for name, value in refused.items():
+        if value is not None:
+            raise ConfigError.of(name, found=value, expected="nothing", fix=f"leave {name}= out of ds_ldt.initialize")
+    if not isinstance(model, LDTPipelineModule):
+        raise ConfigError.of(
+            "model",
+            found=type(model).__name__,
+            expected="an LDTPipelineModule",
+            fix="build it with ds_ldt.LDTPipelineModule(layers=..., config=...) or ds_ldt.models.from_pretrained(...)",
+        )
+    _check_same_config(model, config or config_params or getattr(args, "deepspeed_config", None))
+
+    grid = model.mpu()
+    engine = LDTPipelineEngine(
+        args=None,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=grid,
+        collate_fn=collate_fn,
+        config=model.job.deepspeed,
+        config_class=DeepSpeedConfig(model.job.deepspeed, grid),
+    )
+    if grid.global_rank == 0:
+        logger.info(f"ds_ldt on {get_accelerator().device_name()}: {engine.describe()}")
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_same_config(model: LDTPipelineModule, config: Any) -> None:
+    if config is None:
+        return
+    job = load_config(config, world_size=model.world_size)
+    if (job.ldt, job.deepspeed) != (model.job.ldt, model.job.deepspeed):
+        raise ConfigError.of(
+            "config",
+            found="another configuration than the module's",
+            expected="the configuration that the module was built with",
+            fix="pass the same config to the module and to ds_ldt.initialize, or leave it out of the latter",
+        )

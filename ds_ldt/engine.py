@@ -1,0 +1,539 @@
+"""``LDTPipelineEngine``: executes the plan of one rank, one small handler per instruction.
+
+The path of a micro-batch: :mod:`ds_ldt.intake` draws it on the edge and announces its shapes; ``LoadMicroBatch``,
+``ForwardPass`` and ``SendActivation`` take it from virtual stage to virtual stage; on the tail ``ForwardPass`` ends in
+the loss; ``BackwardPass`` and ``SendGrad`` retrace the way; ``ReduceGrads`` and ``OptimizerStep`` close the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
+from deepspeed.runtime.pipe import schedule as ds
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import DummyOptim
+from torch import Tensor
+
+from ds_ldt import checkpointing
+from ds_ldt.data import build_dataloader
+from ds_ldt.errors import ConfigError, LinkError
+from ds_ldt.intake import Intake, Step
+from ds_ldt.module import LDTPipelineModule
+from ds_ldt.optimizer import LDTBF16Optimizer
+from ds_ldt.plan import Instruction, PipelineShape, Plan, build_plan
+from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
+from ds_ldt.schedule import LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule
+from ds_ldt.shapes import ShapeTracer
+from ds_ldt.transport import StreamGroups, Transport
+from ds_ldt.wire import WireGuard, signature_of
+
+Key = tuple[int, int, int]
+"""(virtual stage, micro-batch, domain): what every buffer of the engine is keyed by."""
+
+
+class LDTPipelineEngine(PipelineEngine):
+    """A ``PipelineEngine`` for a pipeline that starts and ends on the edge and whose sites differ in width.
+
+    Created by :func:`ds_ldt.initialize`. ``train_batch``, ``eval_batch``, ``save_checkpoint`` and ``load_checkpoint``
+    must be called by every rank of both sites, in the same order.
+
+    Args:
+        training_data: data set of the edge; ignored, and never opened, in the cloud.
+        kwargs: as for ``deepspeed.PipelineEngine``; ``model`` is an :class:`~ds_ldt.module.LDTPipelineModule`.
+    """
+
+    module: LDTPipelineModule
+
+    def __init__(self, *, training_data: Any = None, **kwargs: Any) -> None:
+        self._under_construction = True
+        super().__init__(training_data=None, **kwargs)
+        self._under_construction = False
+        self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
+        self.job = self.module.job
+        self.site = self.grid.site
+        self._inputs: dict[Key, tuple[Tensor, ...]] = {}
+        self._outputs: dict[Key, tuple[Tensor, ...]] = {}
+        self._output_grads: dict[Key, tuple[Tensor, ...]] = {}
+        self._losses: dict[Key, Tensor] = {}
+        self._results: dict[tuple[int, int], Any] = {}
+        self._logits: dict[tuple[int, int], Any] = {}
+        self._step: Step | None = None
+        self._connect()
+        if training_data is not None and self.site == "edge":
+            self._build_data_iter(training_data)
+
+    def _connect(self) -> None:
+        """Create the channels of both flows, after agreeing which boundaries carry gradients."""
+        with bounded("ds_ldt.initialize", self.grid):
+            self._gradient_boundaries = self._agree_on_gradient_boundaries()
+            channels = self._train_schedule().plan.channels()
+            groups = StreamGroups.create(
+                rank=self.global_rank, channels=channels, timeout_s=self.job.ldt.timeout_s, backend=dist.get_backend()
+            )
+        guard = WireGuard(self.module.wire, self.site)
+        self.transport = Transport(
+            rank=self.global_rank,
+            groups=groups,
+            device=self.device,
+            timeout_s=self.job.ldt.timeout_s,
+            receive_window=self.num_stages + 1,
+            guard=guard,
+        )
+        tracer = ShapeTracer(
+            self.module._layer_specs, self.module.layout, self.module.wire, dtype=self.get_data_types()[0]
+        )
+        self.intake = Intake(self.module, self.grid, groups, guard, tracer)
+
+    def _agree_on_gradient_boundaries(self) -> tuple[bool, ...]:
+        """A boundary carries gradients when anything before it is trained."""
+        trainable = torch.zeros(self.module.layout.num_virtual_stages, dtype=torch.int32, device=self.device)
+        for virtual_stage in self.module.virtual_stage_funcs:
+            trainable[virtual_stage] = int(self.module.is_trainable(virtual_stage))
+        counts = sum_over_sites(trainable, self.grid).cumsum(0).tolist()
+        return tuple(
+            counts[boundary] > 0 and any(t.gradient for t in self.module.wire.tensors_at(boundary))
+            for boundary in range(self.module.layout.num_boundaries)
+        )
+
+    def describe(self) -> str:
+        """One line about the job: layout, sizes, schedule."""
+        job, layout = self.job, self.module.layout
+        return (
+            f"pipeline_num_layers {[list(row) for row in layout.matrix]} over {layout.num_stages} stages, "
+            f"D = {job.num_domains} domains on E = {job.num_replicas} edge replicas, "
+            f"M = {self.micro_batches} micro-batches of {self.micro_batch_size}, "
+            f"schedule {self._train_schedule().plan.policy}, loss per {self.module.loss_reduction}"
+        )
+
+    # -- what DeepSpeed asks of a pipeline engine -------------------------------------------------------------------
+
+    def is_first_stage(self) -> bool:
+        """True on the edge; and everywhere while the parent's constructor would greet neighbouring stages."""
+        return self._under_construction or self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """True on the edge, which holds the loss; and everywhere during construction."""
+        return self._under_construction or self.stage_id == 0
+
+    def _loss_stage_global_rank(self) -> int:
+        return 0
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> LDTBF16Optimizer:
+        return LDTBF16Optimizer(
+            optimizer if optimizer is not None else DummyOptim(list(self.module.parameters())),
+            self.param_names,
+            bfloat16_config=self._config.bfloat16_config,
+            mpu=None,
+            clip_grad=self.gradient_clipping(),
+            allgather_bucket_size=self.zero_allgather_bucket_size(),
+            dp_process_group=self.seq_data_parallel_group,
+            timers=self.timers,
+            grad_acc_dtype=torch.float32,
+        )
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Model dtype and gradient accumulation dtype: bf16 always accumulates in fp32, as ``BF16_Optimizer`` does."""
+        model_dtype, accumulation_dtype = super().get_data_types()
+        return model_dtype, torch.float32 if model_dtype == torch.bfloat16 else accumulation_dtype
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        # The parent knows bf16 with fp32 accumulation only together with ZeRO stage 1; the bf16 optimizer needs no ZeRO.
+        if self.bfloat16_enabled() and not self.zero_optimization():
+            return "bf16"
+        return super()._do_optimizer_sanity_check(basic_optimizer)
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        loader = build_dataloader(
+            dataset,
+            domains=self.grid.domains,
+            num_domains=self.job.num_domains,
+            micro_batch_size=self.micro_batch_size,
+            collate_fn=self.collate_fn,
+            drop_last=self.dataloader_drop_last(),
+        )
+        self.set_dataloader(RepeatingLoader(loader))
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _plan(self, micro_batches: int, *, training: bool, policy: str) -> Plan:
+        shape = PipelineShape.from_layout(
+            self.module.layout,
+            num_micro_batches=micro_batches,
+            num_domains=self.job.num_domains,
+            num_replicas=self.job.num_replicas,
+            gradient_boundaries=self._gradient_boundaries,
+        )
+        return build_plan(shape, policy=policy, training=training, max_in_flight=self.job.ldt.schedule.max_in_flight)
+
+    def _train_schedule(self) -> LDTTrainSchedule:
+        plan = self._plan(self.micro_batches, training=True, policy=self.job.ldt.schedule.policy)
+        return LDTTrainSchedule(plan, self.global_rank)
+
+    def _inference_schedule(self, micro_batches: int) -> LDTInferenceSchedule:
+        plan = self._plan(micro_batches, training=False, policy="forward_only")
+        return LDTInferenceSchedule(plan, self.global_rank)
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """Train on one global batch: M micro-batches of each of the D domains.
+
+        Args:
+            data_iter: edge only (ignored in the cloud): iterator from which this replica draws M*K micro-batches per
+                step, m-major and domain-minor. It stays the source of later steps. Default: ``training_data``.
+
+        Returns:
+            The mean loss over all micro-batches and domains, a float32 scalar, bit-equal on every rank.
+
+        Raises:
+            StopIteration: on every rank, when the data of any edge replica ends inside the step.
+            LinkError: a peer is gone, silent for ``ldt.timeout_s`` seconds, or runs something else.
+        """
+        if isinstance(self.optimizer, DummyOptim) or self.optimizer is None:
+            raise ConfigError.of(
+                "optimizer",
+                found=None,
+                expected="an optimizer",
+                fix='add an "optimizer" section to the DeepSpeed JSON',
+            )
+        loss: Tensor = super().train_batch(data_iter)
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Any,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run forward passes only; the training state, the train/eval mode and the RNG state are left as they were.
+
+        Args:
+            data_iter: edge only: iterator from which this replica draws ``num_micro_batches`` * K micro-batches.
+            return_logits: also return the outputs of the last layer (edge only; None in the cloud).
+            compute_loss: apply the loss function; without it the outputs of the last layer are returned, as a list.
+            reduce_output: ``"avg"`` for the mean over all micro-batches and domains, None for the list of this
+                replica's values.
+            bcast_loss: kept for DeepSpeed's signature; a mean is always the same on every rank.
+            num_micro_batches: micro-batches per domain; default M.
+
+        Returns:
+            The mean loss (on every rank), or with ``reduce_output=None`` the list of values in the order they were
+            drawn (edge only; None in the cloud). With ``return_logits`` a tuple of that and the list of outputs.
+
+        Raises:
+            StopIteration: on every rank, when the data ends early.
+            LinkError: as for :meth:`train_batch`.
+        """
+        if reduce_output not in ("avg", None):
+            raise ConfigError.of(
+                "reduce_output", found=reduce_output, expected='"avg" or None', fix="choose one of the two"
+            )
+        train_iterator, was_training = self.data_iterator, self.module.training
+        self._compute_loss, self.eval_return_logits = compute_loss, return_logits
+        self._logits.clear()
+        self.module.eval()
+        self.data_iterator = data_iter if self.site == "edge" else None
+        try:
+            with torch.no_grad(), _rng_untouched():
+                self._exec_schedule(self._inference_schedule(num_micro_batches or self.micro_batches))
+        finally:
+            self.data_iterator = train_iterator
+            self.module.train(was_training)
+            self.eval_return_logits = False
+        is_loss = compute_loss or self.module.loss_fn is None
+        output = self._mean_of_results() if reduce_output == "avg" and is_loss else self._in_order(self._results)
+        if self.global_rank == 0 and self.monitor.enabled and isinstance(output, Tensor):
+            self.monitor.write_events([("Train/Samples/eval_loss", output.mean().item(), self.global_samples)])
+        return (output, self._in_order(self._logits)) if return_logits else output
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save a checkpoint on both sites; see :func:`ds_ldt.checkpointing.save`.
+
+        Args:
+            save_dir: directory of this site, shared by the ranks of the site.
+            tag: name, the same on every rank; default ``global_step<N>``.
+            client_state: the caller's own values, returned by :meth:`load_checkpoint`.
+            save_latest: point ``latest`` to it.
+            exclude_frozen_parameters: leave out what is not trained.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write.
+            LinkError: a rank did not take part.
+        """
+        checkpointing.save(
+            self,
+            save_dir,
+            tag,
+            client_state or {},
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint that both sites hold; see :func:`ds_ldt.checkpointing.load`.
+
+        Args:
+            load_dir: directory of this site.
+            tag: which one; default the newest that both sites hold.
+            load_module_strict: missing or unexpected keys of a layer are an error.
+            load_optimizer_states: restore the optimizer.
+            load_lr_scheduler_states: restore the LR scheduler.
+            load_module_only: restore weights only.
+            custom_load_fn: not accepted.
+
+        Returns:
+            ``(path, client_state)``, or ``(None, None)`` when neither site holds any checkpoint.
+
+        Raises:
+            CheckpointError: on every rank: no common checkpoint, or a part of it is missing or does not fit.
+            LinkError: a rank did not take part.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError.of("custom_load_fn", found=custom_load_fn, expected="nothing", fix="leave it out")
+        return checkpointing.load(
+            self,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+
+    def _in_order(self, values: dict[tuple[int, int], Any]) -> list[Any] | None:
+        return [values[key] for key in sorted(values)] if self.site == "edge" else None
+
+    def _mean_of_results(self) -> Tensor:
+        """Mean of the step's results over every micro-batch and domain, on every rank of both sites."""
+        total = torch.zeros(1, dtype=torch.float32, device=self.device)
+        for key in sorted(self._results):
+            total += self._results[key].float().sum()
+        with bounded("eval_batch", self.grid):
+            total = sum_over_sites(total, self.grid)
+        return total[0] / self._num_results()
+
+    def _num_results(self) -> int:
+        return self._current.plan.shape.num_micro_batches * self.job.num_domains
+
+    @property
+    def _current(self) -> Step:
+        assert self._step is not None, "no step has been opened"
+        return self._step
+
+    def _exec_schedule(self, pipe_schedule: LDTSchedule) -> None:
+        """Open the step (draw and announce), execute the rank's instructions, and close it."""
+        plan = pipe_schedule.plan
+        for buffers in (self._inputs, self._outputs, self._output_grads, self._losses, self._results):
+            buffers.clear()
+        self._step = self.intake.open(plan, self.data_iterator)
+        self.transport.begin_step(self.intake.receives(self._step))
+        super()._exec_schedule(pipe_schedule)
+        self.transport.end_step()
+
+    def _aggregate_total_loss(self) -> Tensor:
+        return self._mean_loss
+
+    # -- instructions -----------------------------------------------------------------------------------------------
+
+    def _exec_load_micro_batch(self, buffer_id: int, instruction: Instruction) -> None:
+        """Move a micro-batch that the intake has drawn to the device: its inputs to the head, its labels to the tail."""
+        micro_batch, domain = buffer_id, instruction.domain
+        batch = self._current.batches[micro_batch, domain]
+        batch.labels = _to_device(batch.labels, self.device)
+        inputs = batch.inputs if isinstance(batch.inputs, tuple) else (batch.inputs,)
+        self._inputs[0, micro_batch, domain] = _to_device(inputs, self.device)
+        batch.inputs = None
+
+    def _exec_recv_activations(self, buffer_id: int, instruction: Instruction) -> None:
+        """Take a payload from its channel; what carries a gradient becomes a leaf of this virtual stage's graph."""
+        tensors = self.transport.receive(instruction.channel, buffer_id)
+        boundary = instruction.channel.boundary
+        if torch.is_grad_enabled() and self._gradient_boundaries[boundary]:
+            for tensor, declared in zip(tensors, self.module.wire.tensors_at(boundary), strict=False):
+                tensor.requires_grad_(declared.gradient)
+        self._inputs[_key(instruction)] = tensors
+
+    def _exec_forward_pass(self, buffer_id: int, instruction: Instruction) -> None:
+        """Run one virtual stage; on the tail this ends in the loss."""
+        key = _key(instruction)
+        inputs = self._inputs[key] if torch.is_grad_enabled() else self._inputs.pop(key)
+        outputs = self.module(inputs if len(inputs) > 1 else inputs[0], virtual_stage=instruction.virtual_stage)
+        if instruction.virtual_stage == self.module.layout.num_boundaries:
+            self._finish_forward(key, outputs)
+        else:
+            self._outputs[key] = outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def _finish_forward(self, key: Key, outputs: Any) -> None:
+        """Turn the tail's outputs into a loss and keep it under its own key: several are in flight."""
+        batch = self._current.batches.pop(key[1:])
+        loss = outputs
+        if self._compute_loss:
+            loss = self.module.loss_fn(outputs, batch.labels) if self.module.loss_fn is not None else outputs
+            loss = loss * batch.loss_weight if batch.loss_weight != 1.0 else loss
+        self._results[key[1:]] = loss.detach()
+        if self.eval_return_logits:
+            self._logits[key[1:]] = outputs
+        if torch.is_grad_enabled():
+            self._losses[key] = loss
+
+    def _exec_send_activations(self, buffer_id: int, instruction: Instruction) -> None:
+        """Hand the outputs of a virtual stage to the channel; without a backward pass nothing else needs them."""
+        key = _key(instruction)
+        outputs = self._outputs[key] if torch.is_grad_enabled() else self._outputs.pop(key)
+        self._check_announced(instruction, outputs)
+        self.transport.send(instruction.channel, buffer_id, outputs)
+
+    def _check_announced(self, instruction: Instruction, outputs: tuple[Tensor, ...]) -> None:
+        boundary = instruction.channel.boundary
+        announced = self._current.signatures[instruction.micro_batch, instruction.domain][boundary]
+        found = signature_of(outputs)
+        if [(t.dtype, t.shape) for t in found] != [(t.dtype, t.shape) for t in announced]:
+            raise LinkError(
+                f"rank {self.global_rank}: {instruction}: the layers returned {_describe(found)}, but "
+                f"{_describe(announced)} was announced to the receiver at the start of the step. The shapes of a "
+                "boundary must follow from the shapes of the head's inputs; declare head_shapes= or "
+                "WireSchema(uniform=False) so that they are announced right."
+            )
+
+    def _exec_recv_grads(self, buffer_id: int, instruction: Instruction) -> None:
+        """Take the gradients of a virtual stage's outputs from their channel."""
+        self._output_grads[_key(instruction)] = self.transport.receive(instruction.channel, buffer_id)
+
+    def _exec_backward_pass(self, buffer_id: int, instruction: Instruction) -> None:
+        """Backpropagate through one virtual stage, from its own loss or from the gradients received."""
+        key = _key(instruction)
+        flowing = [(root, grad) for root, grad in self._roots(key) if root.requires_grad]
+        if flowing:
+            with self._accumulating():
+                torch.autograd.backward([root for root, _ in flowing], [grad for _, grad in flowing])
+        if key[0] == 0 or not self._gradient_boundaries[key[0] - 1]:
+            del self._inputs[key]
+
+    def _roots(self, key: Key) -> list[tuple[Tensor, Tensor | None]]:
+        """Where a backward pass starts: each tensor with its gradient; the loss is divided by M here, and only here."""
+        if key in self._losses:
+            return [(self._losses.pop(key) / self._current.plan.shape.num_micro_batches, None)]
+        outputs = self._flowing(key[0], self._outputs.pop(key))
+        grads = self._output_grads.pop(key, None)
+        return list(zip(outputs, grads, strict=True)) if grads is not None else []
+
+    def _flowing(self, boundary: int, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """The tensors of a payload whose gradients cross a boundary, by the wire schema."""
+        declared = self.module.wire.tensors_at(boundary)
+        return [t for t, wire_tensor in zip(tensors, declared, strict=False) if wire_tensor.gradient]
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        """Around a backward pass: bf16 gradients are added to their fp32 accumulators right away."""
+        if not self.using_bf16_optimizer:
+            yield
+            return
+        self.optimizer.clear_lp_grads(set_to_none=True)
+        yield
+        self.optimizer.update_hp_grads()
+
+    def _exec_send_grads(self, buffer_id: int, instruction: Instruction) -> None:
+        """Send the gradients of a virtual stage's inputs back; one that got none is sent as zeros, for it is awaited."""
+        inputs = self._flowing(instruction.channel.boundary, self._inputs.pop(_key(instruction)))
+        grads = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs)
+        self.transport.send(instruction.channel, buffer_id, grads)
+
+    def _exec_reduce_grads(self) -> None:
+        """Average the gradients over the replicas of this stage, then the norm and the loss over both sites."""
+        gradients = self._accumulated_gradients()
+        if self.site == "edge":
+            scale_for_slice(gradients, slice_size=self.job.slice_size)
+        with bounded("train_batch (gradient reduction)", self.grid):
+            if self.grid.num_physical_replicas > 1:
+                self.buffered_allreduce_fallback(grads=gradients, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
+            loss = torch.zeros(1, dtype=torch.float32, device=self.device)
+            for key in sorted(self._results):
+                loss += self._results[key].float().sum()
+            norm, summed = global_norm(gradients, self.grid, loss)
+        self._mean_loss = summed[0] / self._num_results()
+        self._norm = norm
+        self._global_grad_norm = norm.item()
+        if self.using_bf16_optimizer:
+            self.optimizer.global_norm = norm
+
+    def _accumulated_gradients(self) -> list[Tensor]:
+        if self.using_bf16_optimizer:
+            gradients: list[Tensor] = self.optimizer.get_grads_for_reduction()[0]
+        else:
+            gradients = self._get_gradients_for_reduction()[0]
+        return gradients
+
+    def clip_fp32_gradients(self) -> None:
+        """Scale the gradients of this rank by the norm of the whole model; the parent uses its stage's alone."""
+        torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.gradient_clipping(), self._norm)
+
+    _INSTRUCTION_MAP = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        ds.LoadMicroBatch: _exec_load_micro_batch,
+        ds.ForwardPass: _exec_forward_pass,
+        ds.BackwardPass: _exec_backward_pass,
+        ds.SendActivation: _exec_send_activations,
+        ds.RecvActivation: _exec_recv_activations,
+        ds.SendGrad: _exec_send_grads,
+        ds.RecvGrad: _exec_recv_grads,
+        ds.ReduceGrads: _exec_reduce_grads,
+    }
+
+
+def _key(instruction: Instruction) -> Key:
+    return (instruction.virtual_stage, instruction.micro_batch, instruction.domain)  # type: ignore[return-value]
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Move tensors to the device, inside tuples, lists and mappings too; leave everything else alone."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    if isinstance(value, tuple | list):
+        return type(value)(_to_device(item, device) for item in value)
+    if isinstance(value, dict):
+        return {name: _to_device(item, device) for name, item in value.items()}
+    return value
+
+
+def _describe(signature: Any) -> str:
+    return "(" + ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in signature) + ")"
+
+
+@contextmanager
+def _rng_untouched() -> Iterator[None]:
+    """Restore the RNG states of CPU and accelerator afterwards."""
+    accelerator = get_accelerator()
+    device_state = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    if device_state is not None:
+        accelerator.set_rng_state(device_state)

@@ -1,0 +1,130 @@
+"""The DeepSpeed face of the topology: ``ProcessTopology`` and ``PipelineParallelGrid`` for two unequal sites.
+
+:mod:`ds_ldt.topology` knows which rank sits where; this module gives that knowledge the two shapes which DeepSpeed
+asks for, and creates the few process groups that collectives need.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+
+from ds_ldt.topology import RankMap
+
+
+class LDTTopology(ProcessTopology):
+    """A ``ProcessTopology`` in which stage 0 has E data coordinates and every other stage has D.
+
+    It is not a cartesian product, so the ranks come from a :class:`~ds_ldt.topology.RankMap`. With E = D and equal
+    tensor parallel sizes it equals DeepSpeed's ``PipeDataParallelTopology`` (or ``PipeModelDataParallelTopology``
+    where a tensor parallel size is not 1) rank by rank.
+
+    Args:
+        rank_map: sizes and rank numbering.
+    """
+
+    def __init__(self, rank_map: RankMap) -> None:
+        tensor_parallel_size = max(rank_map.edge_tensor_parallel_size, rank_map.cloud_tensor_parallel_size)
+        self.rank_map = rank_map
+        self.axes = ["pipe", "data"]
+        self.dims = [rank_map.num_stages, rank_map.cloud_data_parallel_size]
+        if tensor_parallel_size > 1:
+            self.axes.append("model")
+            self.dims.append(tensor_parallel_size)
+        self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # noqa: N806  the name DeepSpeed uses
+        self.mapping = {}
+        for rank in range(rank_map.world_size):
+            coord = rank_map.coord(rank)
+            self.mapping[self.ProcessCoord(*(coord.stage, coord.data, coord.model)[: len(self.axes)])] = rank
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """Rank lists along ``axis``; along ``"pipe"`` there are D of them and edge ranks recur."""
+        groups = {
+            "pipe": self.rank_map.pipe_groups,
+            "data": self.rank_map.data_groups,
+            "model": self.rank_map.model_groups,
+        }
+        return groups[axis]() if axis in self.axes else []
+
+
+class LDTPipelineGrid(PipelineParallelGrid):
+    """Process groups of this rank and the ``mpu`` interface for two sites of unequal size.
+
+    ``get_data_parallel_world_size()`` answers the *logical* D on every rank, so that batch arithmetic agrees
+    everywhere, while ``get_data_parallel_group()`` is the *physical* group of the replicas of this stage: E ranks on
+    the edge, D ranks in the cloud. ``get_model_parallel_group()`` is the world; the model parallel rank and size only
+    name the checkpoint slots, one per stage.
+
+    The parent's constructor assumes a cartesian topology and creates dozens of groups, which costs 0.3-0.4 s each
+    at 40 ms round trip; this one creates one per stage, one per site and one that joins the two sites.
+
+    Args:
+        topology: where each rank sits.
+        timeout_s: how long a collective may take, in seconds.
+    """
+
+    def __init__(self, topology: LDTTopology, *, timeout_s: float) -> None:
+        self.global_rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._topo = topology
+        self.rank_map = topology.rank_map
+        self.timeout_s = timeout_s
+        self.data_parallel_size = self.rank_map.cloud_data_parallel_size
+        self.pipe_parallel_size = self.rank_map.num_stages
+        self.model_parallel_size = max(topology.get_dim("model"), 1)
+        self.slice_parallel_size = self.model_parallel_size
+
+        self.stage_id = self.get_stage_id()
+        self.data_parallel_id = self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == 0
+        self.p2p_groups: list[list[int]] = []
+
+        self.ds_model_proc_group = dist.group.WORLD
+        self.ds_model_world_size = self.pipe_parallel_size
+        self.ds_model_rank = self.stage_id
+
+        self.dp_groups = self.rank_map.data_groups()
+        self.dp_group, self.dp_proc_group = self._create_groups(self.dp_groups)
+
+        sites = [[r for r in range(self.world_size) if self.rank_map.site(r) == site] for site in ("edge", "cloud")]
+        self.site = self.rank_map.site(self.global_rank)
+        self.site_ranks, self.site_group = self._create_groups(sites)
+        self.site_leaders = [ranks[0] for ranks in sites]
+        _, self.leader_group = self._create_groups([self.site_leaders])
+
+    def _create_groups(self, rank_lists: Sequence[Sequence[int]]) -> tuple[list[int], dist.ProcessGroup | None]:
+        """Create a group for each list, on every rank in the same order; return the one that holds this rank."""
+        mine: tuple[list[int], dist.ProcessGroup | None] = ([], None)
+        for ranks in rank_lists:
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
+            if self.global_rank in ranks:
+                mine = (list(ranks), group)
+        return mine
+
+    @property
+    def domains(self) -> range:
+        """The domains this rank serves: K of them on the edge, one in the cloud."""
+        return self.rank_map.domains(self.global_rank)
+
+    @property
+    def num_physical_replicas(self) -> int:
+        """Size of this stage's physical data parallel group: E on the edge, D in the cloud."""
+        return len(self.dp_group)
+
+    @property
+    def is_site_leader(self) -> bool:
+        """True for the one rank of each site that exchanges step summaries with the other site."""
+        return self.global_rank in self.site_leaders
+
+    def get_slice_parallel_group(self) -> None:
+        """There is no tensor parallel group: ``ds_ldt`` accepts tensor parallel sizes of 1 only for now."""
+        return None
+
+    def get_pipe_parallel_group(self) -> None:
+        """There is no pipe group: an edge replica belongs to K pipelines, so one group per rank cannot exist."""
+        return None

@@ -1,0 +1,255 @@
+"""The start of a step: the edge draws its micro-batches and announces them, the cloud learns what will arrive.
+
+The edge draws all M*K micro-batches of a step before it computes anything. So it knows, before the first message,
+whether the data suffices (else every rank raises ``StopIteration`` together), how many targets the whole global batch
+has (for token-weighted losses, at no extra cost in messages), and what shapes will cross the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_ldt.control import Announcement, ControlLink, Status, StepId, StepKind, short_fingerprint
+from ds_ldt.errors import ConfigError, LDTError, LinkError
+from ds_ldt.grid import LDTPipelineGrid
+from ds_ldt.module import LDTPipelineModule
+from ds_ldt.plan import Channel, Flow, Plan
+from ds_ldt.reduce import bounded
+from ds_ldt.shapes import ShapeTracer, shapes_of
+from ds_ldt.transport import StreamGroups
+from ds_ldt.wire import Signature, WireGuard, gradient_signature
+
+MicroBatchKey = tuple[int, int]
+"""(micro-batch, domain)"""
+
+_ENDED = "the data of an edge replica ended inside a step"
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """A micro-batch as the edge drew it.
+
+    Attributes:
+        inputs: what the head takes.
+        labels: what the loss function takes.
+        loss_weight: factor of its loss: 1, or its share of the targets where the loss is a mean over targets.
+    """
+
+    inputs: Any
+    labels: Any
+    loss_weight: float = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """What a rank knows before the first instruction of a step.
+
+    Attributes:
+        plan: the plan to execute.
+        signatures: per micro-batch, the signature at every boundary.
+        batches: the micro-batches themselves; empty in the cloud.
+    """
+
+    plan: Plan
+    signatures: dict[MicroBatchKey, tuple[Signature, ...]]
+    batches: dict[MicroBatchKey, MicroBatch] = field(default_factory=dict)
+
+
+class Intake:
+    """Opens steps on one rank.
+
+    Args:
+        module: says how to read a batch and what its head will send.
+        grid: which domains this rank serves, and the groups.
+        groups: the control stream among them.
+        guard: checks announcements against the wire schema.
+        tracer: derives shapes.
+    """
+
+    def __init__(
+        self,
+        module: LDTPipelineModule,
+        grid: LDTPipelineGrid,
+        groups: StreamGroups,
+        guard: WireGuard,
+        tracer: ShapeTracer,
+    ) -> None:
+        self._module = module
+        self._grid = grid
+        self._guard = guard
+        self._tracer = tracer
+        self._num_steps = 0
+        self._control = ControlLink(rank=grid.global_rank, groups=groups, timeout_s=grid.timeout_s, guard=guard)
+        if grid.site == "cloud":
+            self._edge_rank = grid.rank_map.rank_serving(stage=0, domain=grid.domains[0])
+            self._control.expect(self._edge_rank)
+
+    def open(self, plan: Plan, data_iterator: Iterator[Any] | None) -> Step:
+        """Draw and announce (edge) or listen (cloud).
+
+        Args:
+            plan: what is about to be executed.
+            data_iterator: edge only; yields this replica's micro-batches, m-major and domain-minor.
+
+        Raises:
+            StopIteration: on every rank, if the data of any edge replica has ended.
+            ConfigError: on the edge: there is no data, or a micro-batch cannot be used.
+            PrivacyError: on the edge: the head would send something undeclared.
+            LinkError: in the cloud: the edge failed, or is about to do something else.
+        """
+        self._num_steps += 1
+        return self._draw(plan, data_iterator) if self._grid.site == "edge" else self._listen(plan)
+
+    def receives(self, step: Step) -> dict[Channel, list[tuple[int, Signature]]]:
+        """What this rank will receive in a step: per channel the micro-batches in order, with their signatures."""
+        expected: dict[Channel, list[tuple[int, Signature]]] = {}
+        for channel in step.plan.channels():
+            if channel.destination != self._grid.global_rank:
+                continue
+            messages = []
+            for micro_batch in step.plan.receive_order(channel):
+                signature = step.signatures[micro_batch, channel.domain][channel.boundary]
+                if channel.flow is Flow.GRADIENT:
+                    signature = gradient_signature(signature)
+                messages.append((micro_batch, signature))
+            expected[channel] = messages
+        return expected
+
+    def _step_id(self, plan: Plan, domain: int) -> StepId:
+        return StepId(
+            kind=StepKind.TRAIN if plan.training else StepKind.EVAL,
+            step=self._num_steps,
+            domain=domain,
+            num_micro_batches=plan.shape.num_micro_batches,
+            fingerprint=short_fingerprint(plan.fingerprint),
+        )
+
+    # -- edge -------------------------------------------------------------------------------------------------------
+
+    def _draw(self, plan: Plan, data_iterator: Iterator[Any] | None) -> Step:
+        step = Step(plan=plan, signatures={})
+        status, failure = Status.OK, None
+        try:
+            self._read_micro_batches(step, data_iterator)
+        except StopIteration:
+            status = Status.END_OF_DATA
+        except Exception as error:  # whatever user code raised: the cloud must hear of it before this rank ends
+            status, failure = Status.ERROR, error
+        status, num_targets = self._agree(status, self._count_targets(step) if status is Status.OK else 0)
+        self._announce(step, status)
+        if failure is not None:
+            raise failure
+        if status is Status.END_OF_DATA:
+            raise StopIteration(_ENDED)
+        if status is Status.ERROR:
+            raise LinkError(f"rank {self._grid.global_rank}: another edge replica failed to draw its micro-batches")
+        self._weigh(step, num_targets)
+        return step
+
+    def _read_micro_batches(self, step: Step, data_iterator: Iterator[Any] | None) -> None:
+        if data_iterator is None:
+            raise ConfigError.of(
+                "training_data",
+                found=None,
+                expected="data on every edge rank",
+                fix="pass training_data= to ds_ldt.initialize, or data_iter= to train_batch or eval_batch",
+            )
+        module = self._module
+        for micro_batch in range(step.plan.shape.num_micro_batches):
+            for domain in self._grid.domains:
+                batch = next(data_iterator)
+                inputs, labels = module.batch_fn(batch) if module.batch_fn is not None else _pair(batch)
+                step.batches[micro_batch, domain] = MicroBatch(inputs=inputs, labels=labels)
+                step.signatures[micro_batch, domain] = self._tracer.boundaries(self._head_signature(inputs))
+        if not module.dynamic_shape and len({signatures[0] for signatures in step.signatures.values()}) > 1:
+            raise ConfigError.of(
+                "dynamic_shape",
+                found=False,
+                expected="micro-batches of one shape, but those of this step differ",
+                fix="pad them to one length, or build the module with dynamic_shape=True",
+            )
+
+    def _announce(self, step: Step, status: Status) -> None:
+        """Tell every cloud rank of every domain of this replica what comes."""
+        for domain in self._grid.domains:
+            keys = [(m, domain) for m in range(step.plan.shape.num_micro_batches)] if status is Status.OK else []
+            announcement = Announcement(
+                step=self._step_id(step.plan, domain),
+                status=status,
+                signatures=tuple(step.signatures[key][0] for key in keys),
+            )
+            for stage in range(1, self._grid.rank_map.num_stages):
+                self._control.announce(self._grid.rank_map.rank_serving(stage=stage, domain=domain), announcement)
+
+    def _head_signature(self, inputs: Any) -> Signature:
+        if self._module.head_shapes is not None:
+            signature = self._tracer.declare(0, self._module.head_shapes(inputs))
+        else:
+            signature = self._tracer.head_signature(shapes_of(inputs))
+        self._guard.check_announced(0, signature)
+        return signature
+
+    def _count_targets(self, step: Step) -> int:
+        """Leave each micro-batch's number of targets in ``loss_weight``; return their sum."""
+        if self._module.loss_reduction != "token" or self._module.count_targets is None:
+            return 0
+        for batch in step.batches.values():
+            batch.loss_weight = self._module.count_targets(batch.labels)
+        return int(sum(batch.loss_weight for batch in step.batches.values()))
+
+    def _agree(self, status: Status, num_targets: int) -> tuple[Status, int]:
+        """Let the edge replicas agree on the worst status and on the number of targets of the global batch."""
+        if self._grid.num_physical_replicas == 1:
+            return status, num_targets
+        device = torch.device("cpu") if dist.get_backend(self._grid.dp_proc_group) == "gloo" else self._grid.device
+        mine = [int(status is Status.END_OF_DATA), int(status is Status.ERROR), num_targets]
+        total = torch.tensor(mine, dtype=torch.int64, device=device)
+        with bounded("the start of a step", self._grid):
+            dist.all_reduce(total, group=self._grid.dp_proc_group)
+        ended, failed, num_targets = total.tolist()
+        return Status.ERROR if failed else Status.END_OF_DATA if ended else Status.OK, num_targets
+
+    def _weigh(self, step: Step, num_targets: int) -> None:
+        """Turn target counts into factors such that the mean over micro-batches is the mean over targets."""
+        if self._module.loss_reduction != "token":
+            return
+        shape = step.plan.shape
+        for batch in step.batches.values():
+            share = batch.loss_weight / num_targets if num_targets else 0.0
+            batch.loss_weight = share * shape.num_micro_batches * shape.num_domains
+
+    # -- cloud ------------------------------------------------------------------------------------------------------
+
+    def _listen(self, plan: Plan) -> Step:
+        domain = self._grid.domains[0]
+        announcement = self._control.receive(self._edge_rank, self._step_id(plan, domain))
+        if announcement.status is Status.END_OF_DATA:
+            raise StopIteration(_ENDED)
+        if announcement.status is Status.ERROR:
+            raise LinkError(
+                f"rank {self._grid.global_rank}: the edge (rank {self._edge_rank}) failed to draw the micro-batches of "
+                "this step. Its own message says why; it is not repeated here, for it may quote a sample."
+            )
+        step = Step(plan=plan, signatures={})
+        for micro_batch, signature in enumerate(announcement.signatures):
+            try:
+                step.signatures[micro_batch, domain] = self._tracer.boundaries(signature)
+            except LDTError as error:
+                raise LinkError(f"micro-batch {micro_batch} was announced as {signature}: {error}") from error
+        return step
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ConfigError.of(
+            "training_data",
+            found=type(batch).__name__,
+            expected="micro-batches that are (inputs, labels)",
+            fix="return such a pair from collate_fn, or give the module a batch_fn that makes one",
+        )
+    return batch[0], batch[1]

@@ -1,0 +1,253 @@
+"""``LDTPipelineModule``: the layers of one rank, cut into virtual stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_ldt.config import JobConfig, load_config
+from ds_ldt.errors import ConfigError
+from ds_ldt.grid import LDTPipelineGrid, LDTTopology
+from ds_ldt.launch import init_distributed, prepare_environment
+from ds_ldt.layout import Layout
+from ds_ldt.topology import RankMap
+from ds_ldt.wire import DEFAULT_SCHEMA, WireSchema, WireTensor
+
+Payload = Tensor | tuple[Tensor, ...]
+"""What flows between layers, as in DeepSpeed: a tensor or a tuple of tensors."""
+
+
+class LDTPipelineModule(PipelineModule):
+    """A list of layers, of which this rank builds the virtual stages that it holds.
+
+    It takes the place of ``deepspeed.PipelineModule``. The layers are cut by ``ldt.pipeline_num_layers`` instead of a
+    partition method, and a rank may hold several virtual stages (the edge holds the first and the last).
+    Initial weights depend on ``base_seed`` and on the index of a layer alone, never on the split.
+
+    Args:
+        layers: every layer of the model, in order: ``LayerSpec``, ``TiedLayerSpec``, ``nn.Module`` or a callable from
+            payload to payload. Layers that share a ``TiedLayerSpec`` key must be on the same stage.
+        config: path, mapping or :class:`~ds_ldt.config.JobConfig`: a DeepSpeed JSON with an ``"ldt"`` section.
+        loss_fn: ``(outputs, labels) -> scalar``, the mean loss of a micro-batch, evaluated on the edge. None: the last
+            layer returns the loss.
+        wire: what may cross a boundary between two virtual stages. Default: one float tensor with a gradient.
+        num_leading: layers at the start of ``layers`` that join the first cell without being counted in
+            ``pipeline_num_layers`` (an embedding).
+        num_trailing: the same at the end of ``layers`` (final norm, output head).
+        batch_fn: edge only; turns what the data iterator yields into ``(inputs, labels)``.
+        count_targets: edge only; ``labels -> int``, the number of targets a micro-batch's loss is a mean over. Needed
+            for ``"loss_reduction": "token"``.
+        loss_reduction: what ``ldt.loss_reduction: null`` means for this model: ``"micro_batch"`` or ``"token"``.
+        head_shapes: edge only; ``inputs -> ((dtype, shape), ...)`` of what the head will send, for models whose head
+            should not be traced to find out. Default: the head is run on the meta device, once for each input shape.
+        base_seed: seed of the initial weights; layer i uses ``base_seed + i``.
+        activation_checkpoint_interval: checkpoint activations every so many layers; 0 turns it off. A value in the
+            JSON's ``pipeline`` section wins.
+        checkpointable_layers: class names to which activation checkpointing is limited.
+        dynamic_shape: whether the micro-batches of a run may differ in shape.
+
+    Raises:
+        ConfigError: bad configuration, on every rank before any process group is created.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec | nn.Module | Callable[[Payload], Payload]],
+        config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        wire: WireSchema | Sequence[WireTensor] | None = None,
+        num_leading: int = 0,
+        num_trailing: int = 0,
+        batch_fn: Callable[[Any], tuple[Any, Any]] | None = None,
+        count_targets: Callable[[Any], int] | None = None,
+        loss_reduction: str = "micro_batch",
+        head_shapes: Callable[[Any], tuple[tuple[torch.dtype, tuple[int, ...]], ...]] | None = None,
+        base_seed: int = 1234,
+        activation_checkpoint_interval: int = 0,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)  # the parent's constructor insists on a cartesian topology and one layer range
+        environment = prepare_environment()
+        self.job = load_config(config, world_size=environment.world_size)
+        self._layer_specs = list(layers)
+        self._num_layers = len(self._layer_specs)
+        self.layout = Layout.build(
+            self.job.ldt.pipeline_num_layers,
+            num_layers=self._num_layers - num_leading - num_trailing,
+            num_leading=num_leading,
+            num_trailing=num_trailing,
+            allow_exposed_edge=self.job.ldt.allow_exposed_edge,
+        )
+        self.loss_reduction = self.job.ldt.loss_reduction or loss_reduction
+        self.loss_fn = loss_fn
+        self.batch_fn = batch_fn
+        self.count_targets = count_targets
+        self.head_shapes = head_shapes
+        self.wire = _wire_schema(wire)
+        self.dynamic_shape = dynamic_shape
+        self._check_ties()
+        self._check_loss_reduction()
+
+        init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
+        self._topo = LDTTopology(RankMap.from_config(self.job))
+        self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
+        self.world_group = dist.group.WORLD
+        self.global_rank = self._grid.global_rank
+        self.world_size = self._grid.world_size
+        self.local_rank = environment.local_rank
+        self.num_stages = self.layout.num_stages
+        self.stage_id = self._grid.stage_id
+
+        self._configure_activation_checkpointing(activation_checkpoint_interval, checkpointable_layers)
+        self._build_virtual_stages(base_seed)
+        self.to(get_accelerator().device_name(self.local_rank))
+
+    def _check_ties(self) -> None:
+        """Tied layers share one module, so they must live on one stage; across stages the copies would drift."""
+        stages: dict[str, int] = {}
+        for index, layer in enumerate(self._layer_specs):
+            if not isinstance(layer, TiedLayerSpec):
+                continue
+            stage = self.layout.stage_of_layer(index)
+            first = stages.setdefault(layer.key, stage)
+            if stage != first:
+                raise ConfigError.of(
+                    "ldt.pipeline_num_layers",
+                    found=[list(row) for row in self.layout.matrix],
+                    expected=f"all layers tied by {layer.key!r} on one stage, but they are on stages {first} and {stage}",
+                    fix="move the tied layers to the same stage (the edge holds the first and the last layers)",
+                )
+
+    def _check_loss_reduction(self) -> None:
+        if self.loss_reduction == "token" and self.count_targets is None:
+            raise ConfigError.of(
+                "ldt.loss_reduction",
+                found="token",
+                expected="a model that says how many targets a micro-batch has",
+                fix='pass count_targets= to LDTPipelineModule, or set "loss_reduction": "micro_batch"',
+            )
+
+    def _configure_activation_checkpointing(self, interval: int, checkpointable_layers: list[str] | None) -> None:
+        pipeline = self.job.deepspeed.get("pipeline", {})
+        self.activation_checkpoint_interval = pipeline.get("activation_checkpoint_interval", interval)
+        self.use_reentrant = bool(pipeline.get("use_reentrant", False))
+        self.activation_checkpoint_func = checkpoint
+        self.checkpointable_layers = checkpointable_layers
+        self.is_checkpointable_results: list[bool] = []
+
+    def _build_virtual_stages(self, base_seed: int) -> None:
+        """Build the layers of every virtual stage of this rank, each layer under a seed of its own."""
+        self.seed_layers, self.seed_fn, self.base_seed = True, torch.manual_seed, base_seed
+        self.fwd_map: dict[str, int] = {}
+        self.tied_modules = nn.ModuleDict()
+        self.tied_weight_attrs: dict[str, list[str]] = {}
+        self.tied_comms: dict[str, Any] = {}  # a tie within one stage is one tensor and needs no messages
+        self.virtual_stage_funcs: dict[int, list[Callable[[Any], Any]]] = {}
+        self.layer_indices: list[int] = []
+        forward_funcs: list[Callable[[Any], Any]] = []
+        with torch.random.fork_rng(devices=[]):
+            for virtual_stage in self.layout.virtual_stages_of(self.stage_id):
+                self.forward_funcs: list[Callable[[Any], Any]] = []
+                self._set_bounds(virtual_stage.start, virtual_stage.stop)
+                self._build()
+                self.virtual_stage_funcs[virtual_stage.index] = self.forward_funcs
+                self.layer_indices += range(virtual_stage.start, virtual_stage.stop)
+                forward_funcs += self.forward_funcs
+        self.forward_funcs = forward_funcs
+
+    def owned_layers(self) -> dict[int, nn.Module]:
+        """The layers with weights that this rank holds, by global pipeline layer index; a tied module appears once."""
+        owned: dict[int, nn.Module] = {}
+        for index, layer in zip(self.layer_indices, self.forward_funcs, strict=True):
+            if isinstance(layer, nn.Module) and all(layer is not other for other in owned.values()):
+                owned[index] = layer
+        return owned
+
+    def is_trainable(self, virtual_stage: int) -> bool:
+        """Whether any parameter used in a virtual stage of this rank is trained."""
+        spec = self.layout.virtual_stages[virtual_stage]
+        modules = [
+            self.tied_modules[layer.key] if isinstance(layer, TiedLayerSpec) else func
+            for layer, func in zip(
+                self._layer_specs[spec.start : spec.stop], self.virtual_stage_funcs[virtual_stage], strict=True
+            )
+        ]
+        return any(p.requires_grad for m in modules if isinstance(m, nn.Module) for p in m.parameters())
+
+    def forward(self, inputs: Payload, *, virtual_stage: int) -> Payload:
+        """Run the layers of one virtual stage.
+
+        Args:
+            inputs: the micro-batch for the head, else what the previous virtual stage sent.
+            virtual_stage: index of a virtual stage that this rank holds.
+
+        Returns:
+            What the last of its layers returns.
+        """
+        funcs = self.virtual_stage_funcs[virtual_stage]
+        interval = self.activation_checkpoint_interval
+        if interval == 0 or not torch.is_grad_enabled():
+            return _run(funcs, inputs)
+        for start in range(0, len(funcs), interval):
+            segment = funcs[start : start + interval]
+            if self._is_checkpointable(segment):
+                inputs = self._run_checkpointed(segment, inputs)
+            else:
+                inputs = _run(segment, inputs)
+        return inputs
+
+    def _run_checkpointed(self, funcs: Sequence[Callable[[Any], Any]], inputs: Payload) -> Payload:
+        """Run layers without keeping what is inside them; the backward pass computes it again.
+
+        Reentrant checkpointing drops the gradients of a segment none of whose inputs needs one (token ids), so such a
+        segment always uses the other kind.
+        """
+        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+        reentrant = self.use_reentrant and any(t.requires_grad for t in tensors)
+
+        def run(*args: Tensor) -> Payload:
+            return _run(funcs, args if isinstance(inputs, tuple) else args[0])
+
+        result: Payload = self.activation_checkpoint_func(run, *tensors, use_reentrant=reentrant)
+        return result
+
+    def _precompute_checkpointable_values(self) -> None:
+        """Nothing to cache: the engine asks for it, but segments are decided per virtual stage in :meth:`forward`."""
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that holds a global pipeline layer."""
+        return self.layout.stage_of_layer(layer_idx)
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """Path of a layer file: ``layer_XX-model_states.pt``, XX the global pipeline layer index."""
+        return self._at_layer(super().ckpt_layer_path, ckpt_dir, local_layer_idx)
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The files of a layer in a checkpoint directory, one per tensor parallel rank."""
+        return self._at_layer(super().ckpt_layer_path_list, ckpt_dir, local_layer_idx)
+
+    def _at_layer(self, path_of: Callable[[str, int], Any], ckpt_dir: str, local_layer_idx: int) -> Any:
+        # The parent adds _local_start, the start of the last virtual stage that was built.
+        return path_of(ckpt_dir, self.layer_indices[local_layer_idx] - self._local_start)
+
+
+def _run(funcs: Sequence[Callable[[Any], Any]], inputs: Payload) -> Payload:
+    for func in funcs:
+        inputs = func(inputs)
+    return inputs
+
+
+def _wire_schema(wire: WireSchema | Sequence[WireTensor] | None) -> WireSchema:
+    if isinstance(wire, WireSchema):
+        return wire
+    return DEFAULT_SCHEMA if wire is None else WireSchema(tensors=tuple(wire), uniform=False)

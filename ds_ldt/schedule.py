@@ -1,0 +1,65 @@
+"""The plan of one rank as a DeepSpeed ``PipeSchedule``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deepspeed.runtime.pipe import schedule as ds
+
+from ds_ldt.plan import Instruction, Kind, Plan
+
+_INSTRUCTION_OF: dict[Kind, type[ds.PipeInstruction]] = {
+    Kind.LOAD_MICRO_BATCH: ds.LoadMicroBatch,
+    Kind.FORWARD_PASS: ds.ForwardPass,
+    Kind.BACKWARD_PASS: ds.BackwardPass,
+    Kind.SEND_ACTIVATION: ds.SendActivation,
+    Kind.RECV_ACTIVATION: ds.RecvActivation,
+    Kind.SEND_GRAD: ds.SendGrad,
+    Kind.RECV_GRAD: ds.RecvGrad,
+    Kind.REDUCE_GRADS: ds.ReduceGrads,
+    Kind.OPTIMIZER_STEP: ds.OptimizerStep,
+}
+
+
+class LDTSchedule(ds.PipeSchedule):
+    """Lifts the instructions of one rank of a plan to DeepSpeed's instruction objects, one per step.
+
+    Args:
+        plan: a validated plan.
+        rank: the rank whose instructions are wanted.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        shape = plan.shape
+        super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_stages, stage_id=shape.stage_of(rank))
+        self.plan = plan
+        self.rank = rank
+
+    def steps(self) -> Iterator[list[ds.PipeInstruction]]:
+        """Yield DeepSpeed instructions in order."""
+        for instruction in self.plan.for_rank(self.rank):
+            yield [lift(instruction)]
+
+    def num_pipe_buffers(self) -> int:
+        """None: the engine keys what it holds by (virtual stage, micro-batch, domain), not by slot."""
+        return 0
+
+
+class LDTTrainSchedule(LDTSchedule):
+    """Forward and backward passes of one training step, the reductions and the optimizer step."""
+
+
+class LDTInferenceSchedule(LDTSchedule):
+    """Forward passes only."""
+
+
+def lift(instruction: Instruction) -> ds.PipeInstruction:
+    """Make the DeepSpeed instruction of a plan instruction.
+
+    Instructions about a micro-batch carry ``buffer_id`` (DeepSpeed's word for it: the micro-batch), and the plan's
+    ``instruction`` itself.
+    """
+    kind = _INSTRUCTION_OF[instruction.kind]
+    if instruction.micro_batch is None:
+        return kind()
+    return kind(buffer_id=instruction.micro_batch, instruction=instruction)
