@@ -180,14 +180,7 @@ class RankMap:
 
     def pipe_groups(self) -> list[list[int]]:
         """Return the pipelines, by (domain, cloud model index): D*Tc lists of P ranks, in which edge ranks recur."""
-        return [
-            [
-                self.rank_serving(stage=stage, domain=domain, model=self._model_at(stage, model))
-                for stage in range(self.num_stages)
-            ]
-            for domain in range(self.cloud_data_parallel_size)
-            for model in range(self.cloud_tensor_parallel_size)
-        ]
+        return [pipeline for domain in range(self.cloud_data_parallel_size) for pipeline in self._pipelines_of(domain)]
 
     def model_groups(self) -> list[list[int]]:
         """Return the tensor-parallel groups, by (stage, data)."""
@@ -215,15 +208,23 @@ class RankMap:
         neighbours = {after for before, after in hops if before == own} | {
             before for before, after in hops if after == own
         }
-        return sorted(
-            {
-                group[stage]
-                for group in self.pipe_groups()
-                if group[own] == rank
-                for stage in neighbours
-                if group[stage] != rank
-            }
-        )
+        pipelines = [
+            pipeline
+            for domain in self.domains(rank)
+            for pipeline in self._pipelines_of(domain)
+            if pipeline[own] == rank
+        ]
+        return sorted({pipeline[stage] for pipeline in pipelines for stage in neighbours if stage != own})
+
+    def _pipelines_of(self, domain: int) -> list[list[int]]:
+        """Return the pipelines of a domain, one per cloud model index, each with one rank per stage."""
+        return [
+            [
+                self.rank_serving(stage=stage, domain=domain, model=self._model_at(stage, model))
+                for stage in range(self.num_stages)
+            ]
+            for model in range(self.cloud_tensor_parallel_size)
+        ]
 
     def _model_at(self, stage: int, cloud_model: int) -> int:
         """Return the model index at `stage` of the pipeline that runs through `cloud_model`."""

@@ -1,0 +1,342 @@
+"""Wrong configurations and the essential text of the error each of them raises.
+
+`BAD_CONFIGS` holds (id, configuration, expected fragments). `test_config.py` checks each in one process; a process
+test may check that all ranks of a job give the identical text.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+GOOD_CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "ldt": {
+        "pipeline_num_layers": [[2, 13, 13], [2, 0, 0]],
+        "edge": {"data_parallel_size": 1},
+        "cloud": {"data_parallel_size": 2},
+    },
+}
+
+ABSENT = object()
+
+
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return GOOD_CONFIG with the settings at the dotted paths replaced, or removed where the value is ABSENT."""
+    config = copy.deepcopy(GOOD_CONFIG)
+    for path, value in changes.items():
+        *sections, name = path.split(".")
+        place = config
+        for section in sections:
+            place = place.setdefault(section, {})
+        if value is ABSENT:
+            del place[name]
+        else:
+            place[name] = value
+    return config
+
+
+_WHOLE = "expected a whole number >= 1"
+_FORMULA = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * D"
+_BOTH_SIZES = [
+    "D = ldt.cloud.data_parallel_size = 2",
+    "neither the world size nor E = ldt.edge.data_parallel_size = 1 counts",
+]
+_MATRIX = "ldt.pipeline_num_layers"
+_BOOLEAN = "expected true or false, without quotes. Fix: write true or false."
+
+# id, changes to GOOD_CONFIG, fragments of the message
+_TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
+    # The ldt section as a whole
+    ("ldt_missing", {"ldt": ABSENT}, ["ldt: found nothing", 'Fix: add an "ldt" object to the JSON.']),
+    ("ldt_not_an_object", {"ldt": [[2, 26], [2, 0]]}, ["ldt: found [[2, 26], [2, 0]], expected the section"]),
+    ("ldt_upper_case", {"LDT": {}}, ["LDT: found {}", 'did you mean "ldt"?']),
+    (
+        "ldt_unknown_key",
+        {"ldt.pipeline_layers": [[1]]},
+        ["ldt.pipeline_layers: found [[1]], expected one of the keys", 'did you mean "pipeline_num_layers"?'],
+    ),
+    (
+        "ldt_unknown_key_in_site",
+        {"ldt.cloud.data_paralel_size": 4},
+        ["ldt.cloud.data_paralel_size: found 4", 'Fix: did you mean "data_parallel_size"? Rename it or remove it.'],
+    ),
+    ("ldt_unknown_key_far_off", {"ldt.zzzzz": None}, ["ldt.zzzzz: found null", "Fix: remove it."]),
+    ("ldt_key_not_a_text", {"ldt": {**GOOD_CONFIG["ldt"], 5: 1}}, ["ldt.5: found", "Fix: remove it."]),
+    # The matrix
+    ("matrix_missing", {_MATRIX: ABSENT}, [f"{_MATRIX}: found nothing, expected a list of chunks", "Fix: write e.g."]),
+    ("matrix_is_a_number", {_MATRIX: 30}, [f"{_MATRIX}: found 30, expected a list of chunks, each a list"]),
+    (
+        "matrix_is_flat",
+        {_MATRIX: [2, 26, 2]},
+        [f"{_MATRIX}: found [2, 26, 2], expected a list of chunks, each a list"],
+    ),
+    ("matrix_is_text", {_MATRIX: "[[2, 26], [2, 0]]"}, [f'{_MATRIX}: found "[[2, 26], [2, 0]]", expected a list']),
+    (
+        "matrix_of_modalities",
+        {_MATRIX: {"vision_encoder": [[1, 1], [1, 0]], "text_decoder": [[1, 1], [1, 0]]}},
+        ["found {", "one matrix", "here vision_encoder, text_decoder, is not supported yet"],
+    ),
+    (
+        "matrix_of_one_chunk",
+        {_MATRIX: [[2, 26]]},
+        [f"{_MATRIX}: found [[2, 26]], which is 1 chunk, expected at least 2 chunks", "Fix: add a last chunk"],
+    ),
+    ("matrix_of_no_chunk", {_MATRIX: []}, [f"{_MATRIX}: found [], which is 0 chunks, expected at least 2 chunks"]),
+    (
+        "matrix_of_one_stage",
+        {_MATRIX: [[2], [2]]},
+        [f"{_MATRIX}[0]: found [2], expected 2 layer counts (one for the edge and one per cloud stage)"],
+    ),
+    (
+        "matrix_ragged",
+        {_MATRIX: [[2, 13, 13], [2, 0]]},
+        [f"{_MATRIX}[1]: found [2, 0], expected 3 layer counts", "Fix: write 0 where a stage holds no layers"],
+    ),
+    (
+        "matrix_negative",
+        {_MATRIX: [[2, -1], [2, 0]]},
+        [f"{_MATRIX}[0][1]: found -1, expected a whole number of layers"],
+    ),
+    ("matrix_boolean", {_MATRIX: [[2, 9], [True, 0]]}, [f"{_MATRIX}[1][0]: found true, expected a whole number"]),
+    ("matrix_fraction", {_MATRIX: [[2, 9.0], [2, 0]]}, [f"{_MATRIX}[0][1]: found 9.0, expected a whole number"]),
+    (
+        "S45_matrix_empty_stage",
+        {_MATRIX: [[2, 26, 0], [2, 0, 0]]},
+        [
+            f"{_MATRIX}: found [[2, 26, 0], [2, 0, 0]], with no layers on stage 2",
+            "expected at least one layer on every cloud stage",
+            "Fix: give stage 2 layers in some chunk, or remove its column and its ranks.",
+        ],
+    ),
+    (
+        "matrix_ends_in_the_cloud",
+        {_MATRIX: [[2, 13, 13], [2, 0, 5]]},
+        [f"{_MATRIX}[1]: found", "with the last layers on stage 2", "expected the last layers on stage 0, the edge"],
+    ),
+    (
+        "exposed_first_layers",
+        {_MATRIX: [[0, 13, 13], [2, 0, 0]]},
+        [f"{_MATRIX}[0][0]: found 0, expected 1 or more", "token ids", '"allow_exposed_edge": true'],
+    ),
+    (
+        "exposed_last_layers",
+        {_MATRIX: [[2, 13, 13], [0, 0, 0]]},
+        [f"{_MATRIX}[1][0]: found 0, expected 1 or more", "labels", '"allow_exposed_edge": true'],
+    ),
+    (
+        "exposed_as_text",
+        {"ldt.allow_exposed_edge": "true"},
+        ['ldt.allow_exposed_edge: found "true", expected true or'],
+    ),
+    # Sizes
+    ("edge_size_is_text", {"ldt.edge.data_parallel_size": "1"}, ['ldt.edge.data_parallel_size: found "1"', _WHOLE]),
+    ("edge_size_is_zero", {"ldt.edge.data_parallel_size": 0}, ["ldt.edge.data_parallel_size: found 0", _WHOLE]),
+    (
+        "cloud_size_is_true",
+        {"ldt.cloud.data_parallel_size": True},
+        ["ldt.cloud.data_parallel_size: found true", _WHOLE],
+    ),
+    ("cloud_is_a_number", {"ldt.cloud": 2}, ["ldt.cloud: found 2, expected an object with named settings"]),
+    (
+        "edge_does_not_divide_cloud",
+        {"ldt.edge.data_parallel_size": 2, "ldt.cloud.data_parallel_size": 3},
+        [
+            "ldt.edge.data_parallel_size: found 2, expected a divisor of ldt.cloud.data_parallel_size = 3",
+            "Fix: change",
+        ],
+    ),
+    (
+        "tensor_parallel_edge",
+        {"ldt.edge.tensor_parallel_size": 2},
+        ["ldt.edge.tensor_parallel_size: found 2, expected 1 (other tensor parallel sizes are not supported yet)"],
+    ),
+    (
+        "tensor_parallel_cloud",
+        {"ldt.cloud.tensor_parallel_size": 4},
+        ["ldt.cloud.tensor_parallel_size: found 4, expected 1 (other tensor parallel sizes are not supported yet)"],
+    ),
+    # The rest of the ldt section
+    (
+        "policy_unknown",
+        {"ldt.schedule.policy": "1f1b"},
+        ['ldt.schedule.policy: found "1f1b", expected one of "ldt_1f1b", "auto"'],
+    ),
+    ("max_in_flight_zero", {"ldt.schedule.max_in_flight": 0}, ["ldt.schedule.max_in_flight: found 0", "or null"]),
+    ("latency_negative", {"ldt.link.latency_ms": -1}, ["ldt.link.latency_ms: found -1, expected milliseconds"]),
+    ("bandwidth_zero", {"ldt.link.bandwidth_mbps": 0}, ["ldt.link.bandwidth_mbps: found 0, expected megabits"]),
+    (
+        "timeout_is_text",
+        {"ldt.timeout_s": "300"},
+        ['ldt.timeout_s: found "300", expected seconds', '"timeout_s": 300'],
+    ),
+    ("timeout_is_infinite", {"ldt.timeout_s": float("inf")}, ["ldt.timeout_s: found inf, expected seconds"]),
+    ("timeout_is_false", {"ldt.timeout_s": False}, ["ldt.timeout_s: found false, expected seconds"]),
+    ("loss_reduction", {"ldt.loss_reduction": "sum"}, ['ldt.loss_reduction: found "sum", expected one of "token"']),
+    # The batch numbers
+    (
+        "S47_batch_product",
+        {"train_batch_size": 24},
+        [f"train_batch_size: found 24, expected {_FORMULA}, here 2 * 4 * 2 = 16", *_BOTH_SIZES, "size to 16"],
+    ),
+    (
+        "S47_batch_not_divisible_by_micro",
+        {"train_batch_size": 18, "gradient_accumulation_steps": ABSENT},
+        [
+            f"train_batch_size: found 18, expected {_FORMULA}, here 2 * gradient_accumulation_steps * 2",
+            *_BOTH_SIZES,
+            "Fix: set train_batch_size to a multiple of 4.",
+        ],
+    ),
+    (
+        "S47_batch_not_divisible_by_steps",
+        {"train_batch_size": 20, "train_micro_batch_size_per_gpu": ABSENT},
+        [f"{_FORMULA}, here train_micro_batch_size_per_gpu * 4 * 2", *_BOTH_SIZES, "a multiple of 8."],
+    ),
+    (
+        "S47_batch_smaller_than_domains",
+        {
+            "train_batch_size": 1,
+            "train_micro_batch_size_per_gpu": ABSENT,
+            "gradient_accumulation_steps": ABSENT,
+        },
+        [f"train_batch_size: found 1, expected {_FORMULA}", *_BOTH_SIZES, "a multiple of 2."],
+    ),
+    (
+        "S47_batch_missing",
+        {"train_micro_batch_size_per_gpu": ABSENT},
+        [f"train_batch_size: found nothing, expected {_FORMULA}", *_BOTH_SIZES, 'Fix: set "train_micro_batch_size'],
+    ),
+    ("batch_is_text", {"train_batch_size": "16"}, ['train_batch_size: found "16"', f"{_WHOLE}, without quotes"]),
+    (
+        "batch_is_true",
+        {"train_micro_batch_size_per_gpu": True},
+        ["train_micro_batch_size_per_gpu: found true", _WHOLE],
+    ),
+    ("batch_is_a_float", {"gradient_accumulation_steps": 4.0}, ["gradient_accumulation_steps: found 4.0", _WHOLE]),
+    ("batch_is_zero", {"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps: found 0", _WHOLE]),
+    (
+        "batch_is_auto",
+        {"train_batch_size": "auto"},
+        ['train_batch_size: found "auto"', 'or write the number: "auto" is filled in by other trainers'],
+    ),
+    # DeepSpeed's settings
+    (
+        "deepspeed_misspelled",
+        {"gradient_acumulation_steps": 4},
+        ["gradient_acumulation_steps: found 4", 'did you mean "gradient_accumulation_steps"? Rename it or remove it.'],
+    ),
+    ("deepspeed_unknown", {"colour": "red"}, ['colour: found "red", expected one of the keys of DeepSpeed']),
+    ("deepspeed_old_bf16", {"bfloat16": {"enabled": True}}, ["bfloat16: found", 'did you mean "bf16"?']),
+    *(
+        (
+            f"S51_zero_stage_{stage}",
+            {"zero_optimization": {"stage": stage}},
+            [f"zero_optimization.stage: found {stage}, expected 0 (allowed: 0; stage 1 is not supported yet"],
+        )
+        for stage in (1, 2, 3)
+    ),
+    ("zero_stage_text", {"zero_optimization.stage": "0"}, ['zero_optimization.stage: found "0", expected 0']),
+    ("zero_is_true", {"zero_optimization": True}, ["zero_optimization: found true, expected an object"]),
+    (
+        "zero_offload",
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        ['zero_optimization.offload_optimizer: found {"device": "cpu"}, expected no offload', "Fix: remove it."],
+    ),
+    ("zero_cpu_offload", {"zero_optimization.cpu_offload": True}, ["zero_optimization.cpu_offload: found true"]),
+    (
+        "fp16",
+        {"fp16": {"enabled": True}},
+        ["fp16.enabled: found true, expected false (fp16 and its loss scaling", 'Fix: use "bf16": {"enabled": true}'],
+    ),
+    ("fp16_auto", {"fp16.enabled": "auto"}, ['fp16.enabled: found "auto", expected false', '"auto" is filled in']),
+    ("bf16_text", {"bf16.enabled": "true"}, ['bf16.enabled: found "true"', _BOOLEAN]),
+    ("bf16_number", {"bf16.enabled": 1}, ["bf16.enabled: found 1", _BOOLEAN]),
+    ("bf16_unknown_key", {"bf16.enable": True}, ["bf16.enable: found true", 'did you mean "enabled"?']),
+    ("bf16_is_true", {"bf16": True}, ["bf16: found true, expected an object with named settings"]),
+    ("bf16_states", {"bf16.bf16_optimizer_states": True}, ["bf16.bf16_optimizer_states: found true, expected false"]),
+    ("amp", {"amp": {"enabled": False}}, ['amp: found {"enabled": false}, expected no such key (DeepSpeed has']),
+    ("sparse_gradients", {"sparse_gradients": True}, ["sparse_gradients: found true, expected no such key"]),
+    ("elasticity", {"elasticity": {"enabled": True}}, ["elasticity: found", "expected no such key"]),
+    (
+        "tensor_parallel",
+        {"tensor_parallel": {"autotp_size": 2}},
+        ["tensor_parallel: found", "ldt.edge.tensor_parallel"],
+    ),
+    ("prescale", {"prescale_gradients": True}, ["prescale_gradients: found true, expected false (gradients are"]),
+    ("prescale_text", {"prescale_gradients": "false"}, ['prescale_gradients: found "false", expected false']),
+    ("predivide", {"gradient_predivide_factor": 2.0}, ["gradient_predivide_factor: found 2.0, expected 1 (gradients"]),
+    ("allreduce_sum", {"gradient_allreduce_op": "sum"}, ['gradient_allreduce_op: found "sum", expected "mean"']),
+    (
+        "reduce_in_fp16",
+        {"communication_data_type": "fp16"},
+        ['communication_data_type: found "fp16", expected "fp32"'],
+    ),
+    ("accumulate_bf16", {"data_types.grad_accum_dtype": "bf16"}, ['data_types.grad_accum_dtype: found "bf16"']),
+    ("autocast", {"torch_autocast.enabled": True}, ["torch_autocast.enabled: found true, expected false"]),
+    ("clipping_negative", {"gradient_clipping": -1.0}, ["gradient_clipping: found -1.0", "a number >= 0; 0 means no"]),
+    ("clipping_true", {"gradient_clipping": True}, ["gradient_clipping: found true", "a number >= 0"]),
+    (
+        "clipping_auto",
+        {"gradient_clipping": "auto"},
+        ['gradient_clipping: found "auto"', '"auto" is filled in by other'],
+    ),
+    ("clipping_nan", {"gradient_clipping": float("nan")}, ["gradient_clipping: found nan", "a number >= 0"]),
+    (
+        "steps_per_print_float",
+        {"steps_per_print": 1.5},
+        ["steps_per_print: found 1.5, expected a whole number of steps"],
+    ),
+    ("breakdown_text", {"wall_clock_breakdown": "false"}, ['wall_clock_breakdown: found "false"', _BOOLEAN]),
+    ("monitor_text", {"tensorboard.enabled": "True"}, ['tensorboard.enabled: found "True"', _BOOLEAN]),
+    (
+        "pipeline_stages",
+        {"pipeline.stages": 3},
+        ["pipeline.stages: found 3, expected one of the keys of this section"],
+    ),
+    ("pipeline_typo", {"pipeline.use_reentrent": False}, ["pipeline.use_reentrent", 'did you mean "use_reentrant"?']),
+    (
+        "pipeline_partitioned",
+        {"pipeline.pipe_partitioned": True},
+        ["pipeline.pipe_partitioned: found true, expected false"],
+    ),
+    (
+        "pipeline_interval",
+        {"pipeline.activation_checkpoint_interval": -1},
+        ["activation_checkpoint_interval: found -1"],
+    ),
+    ("optimizer_type_number", {"optimizer.type": 1}, ["optimizer.type: found 1, expected a name in quotes"]),
+    ("optimizer_no_type", {"optimizer.type": ABSENT}, ["optimizer.type: found nothing", '"type": "AdamW"']),
+    ("optimizer_typo", {"optimizer.parms": {}}, ["optimizer.parms: found {}", 'did you mean "params"?']),
+    (
+        "optimizer_auto",
+        {"optimizer.params.lr": "auto"},
+        ['optimizer.params.lr: found "auto", expected a value that AdamW'],
+    ),
+    (
+        "optimizer_clips",
+        {"optimizer.params.max_grad_norm": 1},
+        ["optimizer.params.max_grad_norm", '"gradient_clipping"'],
+    ),
+    (
+        "scheduler_no_params",
+        {"scheduler.type": "WarmupLR"},
+        ["scheduler.params: found nothing", "or remove the section"],
+    ),
+    (
+        "scheduler_params_list",
+        {"scheduler": {"type": "WarmupLR", "params": [1]}},
+        ["scheduler.params: found [1], expected an"],
+    ),
+]
+
+BAD_CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [
+    *((name, changed(changes), fragments) for name, changes, fragments in _TABLE),
+    (
+        "several_faults",
+        changed({"ldt.timeout_s": 0, "ldt.edge.data_parallel_size": "1", "fp16.enabled": True, "zero": {}}),
+        ["4 settings are at fault:\n", "1. zero: ", "2. fp16.enabled: ", "3. ldt.edge.data_", "4. ldt.timeout_s: "],
+    ),
+]
