@@ -69,7 +69,12 @@ class Plan:
             if instruction.kind.is_receive and instruction.channel == channel and instruction.micro_batch is not None
         )
 
-    def peak_in_flight(order: Iterable[Compute]) -> int:
+    def peak_in_flight(self, rank: int) -> int:
+        """Return the most micro-batches of one domain that a rank has in flight at once; see `peak_in_flight`."""
+        return peak_in_flight(compute for instruction in self.instructions[rank] if (compute := instruction.compute))
+
+
+def peak_in_flight(order: Iterable[Compute]) -> int:
     """Return the most micro-batches of one domain that an order has in flight at once.
 
     A micro-batch is in flight on a rank from its first compute there to the end of its last one: between them the
