@@ -7,6 +7,7 @@ be asked for, no thread is needed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -30,6 +31,37 @@ class Message:
     micro_batch: int
     tensors: tuple[Tensor, ...]
     works: list[dist.Work] = field(default_factory=list)
+
+
+def kept(work: dist.Work | None) -> dist.Work:
+    """The handle of a transfer.
+
+    Raises:
+        LinkError: There is none: torch.distributed quietly does nothing for a rank outside the group.
+    """
+    if work is None:
+        raise LinkError("torch.distributed returned no handle: this rank is not a member of the channel's group")
+    return work
+
+
+def close_pair(message: Message) -> None:
+    """Closes the gloo connections that a message under way uses, so that every wait on them ends, here and there.
+
+    Destroying the group does not: transfers under way keep it alive. A wait that runs out of time does.
+    """
+    for work in message.works:
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))
+
+
+def silent_or_gone(peer: int, error: Exception) -> tuple[str, str]:
+    """What a failed wait says about the peer, and what the user can do about it."""
+    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        return (
+            f"rank {peer} was silent",
+            "Raise ldt.timeout_s if the peer is only slow; else look at its log: it may be stuck or in another call.",
+        )
+    return f"rank {peer} is gone or closed the connection", f"Look for the first error in the log of rank {peer}."
 
 
 def link_failure(
@@ -59,7 +91,7 @@ def link_failure(
     return LinkError(
         f"rank {rank}: {what} while this rank waited {waited_s:.1f} s "
         f"{'for it to take' if sends else 'to receive from it'} micro_batch {micro_batch} of the {channel} "
-        f"(ldt.timeout_s = {timeout_s:g}). {hint} Cause: {said}"
+        f"(ldt.timeout_s = {timeout_s:g}). {hint} Cause: {error}"
     )
 
 
@@ -125,11 +157,12 @@ class Outbox:
                     self._failure = self._explain(oldest, self._timeout_s + _MARGIN_S, error)
         self.check()
 
-    def give_up(self) -> None:
-        """Lets the thread end as soon as the send it waits for ends."""
+    def give_up(self) -> list[Message]:
+        """Lets the thread end as soon as the send it waits for ends; returns what is still under way."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+            return list(self._pending)
 
     def stop(self) -> None:
         """Ends the thread; waits a moment for it."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ldt.errors import ConfigError, LinkError, ScheduleError
-from ds_ldt.outbox import Message, Outbox, link_failure
+from ds_ldt.outbox import Message, Outbox, close_pair, kept, link_failure
 from ds_ldt.plan import Channel, Flow
 from ds_ldt.wire import Signature, WireGuard
 
@@ -243,7 +243,7 @@ class Transport:
                 work = dist.isend(tensor, channel.destination, group=route.group, tag=route.tag)
             except RuntimeError as error:
                 raise self._failure(channel, micro_batch, begin, error) from error
-            message.works.append(_kept(work))
+            message.works.append(kept(work))
             self.bytes_sent[channel] += tensor.numel() * tensor.element_size()
         outbox.put(message)
 
@@ -308,9 +308,13 @@ class Transport:
     def abort(self) -> None:
         """Gives everything up at once and destroys the groups, so that peers fail promptly too. Raises nothing."""
         self._closed = True
+        under_way = [message for inbox in self._inboxes.values() for message in inbox.posted]
         self._inboxes = {}
         for outbox in self._outboxes.values():
-            outbox.give_up()
+            under_way += outbox.give_up()
+        if self._groups.host_wait:
+            for message in under_way:
+                close_pair(message)
         self._groups.close()
         for outbox in self._outboxes.values():
             outbox.stop()
@@ -336,7 +340,7 @@ class Transport:
             except RuntimeError as error:
                 self._raise_earlier_failure()
                 raise self._failure(inbox.channel, micro_batch, begin, error) from error
-            message.works.append(_kept(work))
+            message.works.append(kept(work))
         inbox.posted.append(message)
 
     def _wait(self, work: dist.Work, begin: float) -> None:
@@ -374,9 +378,3 @@ class Transport:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise LinkError(f"rank {self._rank}: this transport is closed; a job that failed has to be started anew")
-
-
-def _kept(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise LinkError("torch.distributed returned no handle: this rank is not a member of the channel's group")
-    return work

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.harness import GroupPool
+
+# No time limit for one example: on a busy machine it measures the neighbours.
+settings.register_profile("ds_ldt", deadline=None)
+settings.load_profile("ds_ldt")
 
 
 @pytest.fixture(scope="session")
