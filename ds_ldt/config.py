@@ -283,7 +283,6 @@ def _check_world_size(job: JobConfig, world_size: int, where: str | None) -> Non
 
 def _translated(error: ValidationError) -> Iterator[ConfigProblem]:
     """Yield pydantic's findings in the form of this package, one per setting."""
-    reported: set[tuple[int | str, ...]] = set()
     for finding in error.errors(include_url=False):
         cause = finding.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
@@ -291,9 +290,6 @@ def _translated(error: ValidationError) -> Iterator[ConfigProblem]:
             continue
         path = finding["loc"]
         section, field_path = _field(path)
-        if field_path in reported:  # a union reports each of its members
-            continue
-        reported.add(field_path)
         name = str(field_path[-1])
         key = ".".join(map(str, ("ldt", *field_path)))
         if name not in section.model_fields:

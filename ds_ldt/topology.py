@@ -214,7 +214,7 @@ class RankMap:
             for pipeline in self._pipelines_of(domain)
             if pipeline[own] == rank
         ]
-        return sorted({pipeline[stage] for pipeline in pipelines for stage in neighbours if stage != own})
+        return sorted({pipeline[stage] for pipeline in pipelines for stage in neighbours})
 
     def _pipelines_of(self, domain: int) -> list[list[int]]:
         """Return the pipelines of a domain, one per cloud model index, each with one rank per stage."""

@@ -166,6 +166,8 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     ("max_in_flight_zero", {"ldt.schedule.max_in_flight": 0}, ["ldt.schedule.max_in_flight: found 0", "or null"]),
     ("latency_negative", {"ldt.link.latency_ms": -1}, ["ldt.link.latency_ms: found -1, expected milliseconds"]),
+    ("latency_infinite", {"ldt.link.latency_ms": float("inf")}, ["ldt.link.latency_ms: found inf"]),
+    ("latency_nan", {"ldt.link.latency_ms": float("nan")}, ["ldt.link.latency_ms: found nan, expected milliseconds"]),
     ("bandwidth_zero", {"ldt.link.bandwidth_mbps": 0}, ["ldt.link.bandwidth_mbps: found 0, expected megabits"]),
     (
         "timeout_is_text",
@@ -283,6 +285,7 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
         {"gradient_clipping": "auto"},
         ['gradient_clipping: found "auto"', '"auto" is filled in by other'],
     ),
+    ("clipping_infinite", {"gradient_clipping": float("inf")}, ["gradient_clipping: found inf"]),
     ("clipping_nan", {"gradient_clipping": float("nan")}, ["gradient_clipping: found nan", "a number >= 0"]),
     (
         "steps_per_print_float",
