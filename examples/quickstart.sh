@@ -91,12 +91,15 @@ trap 'stop; exit 130' INT
 trap 'stop; exit 143' TERM
 
 # When one site fails the other one learns of it over the link and says so itself; only then is it stopped.
-failed=0
-wait -n "$edge" "$cloud" || failed=$?
-if [ "$failed" -eq 0 ]; then wait -n "$edge" "$cloud" || failed=$?; fi
+alive() { kill -0 "$1" 2>/dev/null; }
+while alive "$edge" && alive "$cloud"; do sleep 0.5; done
+first="$edge" second="$cloud" failed=0
+if alive "$edge"; then first="$cloud" second="$edge"; fi
+wait "$first" || failed=$?
+if [ "$failed" -eq 0 ]; then wait "$second" || failed=$?; fi
 if [ "$failed" -ne 0 ]; then
     for _ in $(seq 60); do
-        kill -0 "$edge" 2>/dev/null || kill -0 "$cloud" 2>/dev/null || break
+        alive "$second" || break
         sleep 0.5
     done
     stop

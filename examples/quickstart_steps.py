@@ -25,6 +25,7 @@ def make_config(args: argparse.Namespace) -> None:
             f"{args.model} has {layers} layers, which {matrix} of {args.base} cannot be stretched to: pass --config"
         )
     matrix[0][1], matrix[1][1] = in_cloud, 0
+    settings["steps_per_print"] = 1_000_000  # finetune.py's progress bar shows every step already
     # torch's own AdamW: DeepSpeed's fused one is compiled at first use, which takes longer than this whole run.
     settings["optimizer"]["params"].setdefault("torch_adam", True)
     args.out.write_text(json.dumps(settings, indent=2) + "\n")
