@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 FULL = "full_attention"
@@ -35,11 +35,11 @@ class AttentionMemo:
         num_builds: How often an entry was built since the start.
     """
 
-    def __init__(self, config: Any, rotary_class: Callable[..., nn.Module]) -> None:
+    def __init__(self, config: Any, rotary_class: Callable[..., Any]) -> None:
         self.num_builds = 0
         self._config = config
         self._rotary_class = rotary_class
-        self._rotary: nn.Module | None = None
+        self._rotary: Any = None
         self._key: tuple[object, ...] | None = None
         # Keeps the keyed storage alive, so that its address cannot come to mean another tensor.
         self._held: tuple[Tensor | None, ...] = ()
@@ -67,8 +67,12 @@ class AttentionMemo:
             Position ids (B, S) int64; rotary cos and sin, each (B, S, D) in the dtype of `hidden`; the mask as the
             attention implementation wants it, None for plain causal attention.
         """
-        key = (_identity(position_ids), _identity(padding_mask), hidden.dtype, hidden.device, hidden.shape[:2])
-        key = (*key, torch.is_inference_mode_enabled())
+        key = (
+            _identity(position_ids),
+            _identity(padding_mask),
+            (hidden.dtype, hidden.device, *hidden.shape[:2]),
+            torch.is_inference_mode_enabled(),
+        )
         if key != self._key or hidden.is_meta or self._rotary_tables is None:
             self.clear()
             self._positions = position_ids.long()

@@ -27,7 +27,7 @@ class TokenEmbedding(nn.Embedding):
     def __init__(self, config: Any) -> None:
         super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
 
-    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:  # type: ignore[override]
         """Embed `(input_ids, position_ids[, padding mask])`; bare ids get the positions 0..S-1."""
         if isinstance(inputs, Tensor):
             inputs = (inputs, default_position_ids(inputs))
@@ -49,7 +49,8 @@ class DecoderMixin(nn.Module):
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the layer on `(hidden, position_ids[, padding mask])` and pass all but `hidden` on as they came."""
         hidden, position_ids, *optional = inputs
-        positions, rotary, mask = self.memo.look_up(hidden, position_ids, *(optional or [None]), self.mask_kind)
+        padding_mask = optional[0] if optional else None
+        positions, rotary, mask = self.memo.look_up(hidden, position_ids, padding_mask, self.mask_kind)
         hidden = super().forward(hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
         return hidden, position_ids, *optional
 

@@ -220,7 +220,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
         shape = "x".join(map(str, tensor.shape))
         hashed.update(f"{key} {_dtype_name(tensor)} {shape}\n".encode())
         if tensor.numel():
-            hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
 
 

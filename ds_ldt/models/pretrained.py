@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from ds_ldt.topology import RankMap
 if TYPE_CHECKING:
     from ds_ldt.module import LDTPipelineModule
 
-ModelSource = str | os.PathLike[str] | PreTrainedConfig
+ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedConfig
 
 
 def from_pretrained(
@@ -146,7 +146,7 @@ def initialize_layers(
         with no_init_weights(), _default_dtype(torch.float32), torch.device("cpu"):
             fresh = specs[index].build()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.random.default_generator.manual_seed(seed + index)
+            torch.default_generator.manual_seed(seed + index)
             for submodule in fresh.modules():
                 initialize(submodule)
         layer.load_state_dict(fresh.state_dict())
