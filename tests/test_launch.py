@@ -267,17 +267,35 @@ def test_S55_run_goes_on_over_a_stale_lock_of_the_shared_memory_operator(tmp_pat
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     ranks = [start(tmp_path, "60", RANK=str(rank), LOCAL_RANK=str(rank), **meeting) for rank in range(2)]
     for rank in ranks:
-        output, errors = rank.communicate(timeout=100)
+        output, errors = rank.communicate(timeout=200)
         assert rank.returncode == 0, errors
         assert output.splitlines()[-1] == "gloo 3.0"
         assert str(lock) in errors
 
 
 @pytest.mark.distributed
+def test_S48_torchrun_works_as_well(tmp_path: Path, free_port: int) -> None:
+    script = tmp_path / "start.py"
+    script.write_text(textwrap.dedent(START))
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port}"]
+    environ = {name: value for name, value in os.environ.items() if name not in (*LAUNCHED, "GLOO_SOCKET_IFNAME")}
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(script), "60"],
+        env={**environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("gloo 3.0") == 2
+
+
+@pytest.mark.distributed
 def test_site_that_never_comes_is_an_error_that_names_address_and_seconds(tmp_path: Path, free_port: int) -> None:
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     alone = start(tmp_path, "3", RANK="0", LOCAL_RANK="0", **meeting)
-    _, errors = alone.communicate(timeout=100)
+    _, errors = alone.communicate(timeout=200)
     last = errors.strip().splitlines()[-1]
     assert alone.returncode == 1
     assert last.startswith(f"LinkError: Rank 0 of 2 did not meet the others at 127.0.0.1:{free_port} within 3 s")
@@ -286,7 +304,7 @@ def test_site_that_never_comes_is_an_error_that_names_address_and_seconds(tmp_pa
 
 @pytest.mark.distributed
 def test_S48_process_without_a_launcher_ends_at_once(tmp_path: Path) -> None:
-    _, errors = start(tmp_path, "60").communicate(timeout=60)
+    _, errors = start(tmp_path, "60").communicate(timeout=200)
     assert errors.strip().splitlines()[-1].startswith("ConfigError: Environment variables RANK, WORLD_SIZE")
 
 
