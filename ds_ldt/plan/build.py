@@ -8,7 +8,7 @@ from ds_ldt.errors import ConfigError
 from ds_ldt.plan.lower import lower
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.policies import AUTO, EVALUATION, TRAINING
-from ds_ldt.plan.shape import PipelineShape
+from ds_ldt.plan.shape import PipelineShape, is_count
 from ds_ldt.plan.validate import validate
 
 _CACHED_PLANS = 64
@@ -41,7 +41,7 @@ def build_plan(
             expected="one of " + ", ".join(available_policies()),
             fix=f'set it to "{AUTO}", or remove it',
         )
-    if max_in_flight is not None and (isinstance(max_in_flight, bool) or max_in_flight < 1):
+    if max_in_flight is not None and not is_count(max_in_flight, minimum=1):
         raise ConfigError.of(
             "ldt.schedule.max_in_flight",
             found=max_in_flight,

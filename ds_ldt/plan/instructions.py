@@ -7,7 +7,7 @@ loads, the sends, the receives and the closing reductions. Everything here is an
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 _COMPUTE_PATTERN = re.compile(r"([A-Z])(\d+)\.(\d+)\.(\d+)")
@@ -18,6 +18,8 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+
+    __hash__ = str.__hash__  # Enum's own is several times slower, and computes are keys everywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -80,17 +82,17 @@ class Kind(StrEnum):
     @property
     def is_compute(self) -> bool:
         """Whether the instruction runs layers."""
-        return self in (Kind.FORWARD_PASS, Kind.BACKWARD_PASS)
+        return self is Kind.FORWARD_PASS or self is Kind.BACKWARD_PASS
 
     @property
     def is_send(self) -> bool:
         """Whether the instruction hands a message to a channel."""
-        return self in (Kind.SEND_ACTIVATION, Kind.SEND_GRAD)
+        return self is Kind.SEND_ACTIVATION or self is Kind.SEND_GRAD
 
     @property
     def is_receive(self) -> bool:
         """Whether the instruction takes a message from a channel."""
-        return self in (Kind.RECV_ACTIVATION, Kind.RECV_GRAD)
+        return self is Kind.RECV_ACTIVATION or self is Kind.RECV_GRAD
 
 
 _BACKWARD_KINDS = (Kind.BACKWARD_PASS, Kind.SEND_GRAD, Kind.RECV_GRAD)
@@ -101,6 +103,8 @@ class Flow(StrEnum):
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+
+    __hash__ = str.__hash__  # as for Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -143,6 +147,10 @@ class Instruction:
         micro_batch: Index of the micro-batch within its domain.
         domain: Index of the domain.
         channel: The channel of a send or a receive, else None.
+        serves: The compute that the instruction runs, feeds or forwards the result of; None for a closing reduction.
+
+    Raises:
+        ValueError: Some of the indices are there and some are missing.
     """
 
     kind: Kind
@@ -151,21 +159,19 @@ class Instruction:
     micro_batch: int | None = None
     domain: int | None = None
     channel: Channel | None = None
+    serves: Compute | None = field(init=False, repr=False, compare=False)
 
-    @property
-    def serves(self) -> Compute | None:
-        """The compute that the instruction runs, feeds or forwards the result of; None for the closing reductions.
+    def __post_init__(self) -> None:
+        """Put the indices together once."""
+        object.__setattr__(self, "serves", self._served_compute())
 
-        Raises:
-            ValueError: Some of the indices are missing.
-        """
-        indices = (self.virtual_stage, self.micro_batch, self.domain)
-        if indices == (None, None, None):
+    def _served_compute(self) -> Compute | None:
+        if self.virtual_stage is not None and self.micro_batch is not None and self.domain is not None:
+            op = Op.BACKWARD if self.kind in _BACKWARD_KINDS else Op.FORWARD
+            return Compute(op=op, virtual_stage=self.virtual_stage, micro_batch=self.micro_batch, domain=self.domain)
+        if self.virtual_stage is None and self.micro_batch is None and self.domain is None:
             return None
-        if self.virtual_stage is None or self.micro_batch is None or self.domain is None:
-            raise ValueError(f"{self} must name a virtual stage, a micro-batch and a domain, or none of them")
-        op = Op.BACKWARD if self.kind in _BACKWARD_KINDS else Op.FORWARD
-        return Compute(op=op, virtual_stage=self.virtual_stage, micro_batch=self.micro_batch, domain=self.domain)
+        raise ValueError(f"{self} must name a virtual stage, a micro-batch and a domain, or none of them")
 
     @property
     def compute(self) -> Compute | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ds_ldt.plan.dependencies import incoming_boundary, outgoing_boundary
-from ds_ldt.plan.instructions import Compute, Flow, Instruction, Kind, Op, Order, Orders
+from ds_ldt.plan.instructions import Channel, Compute, Flow, Instruction, Kind, Op, Order, Orders
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.shape import PipelineShape
+
+Channels = Mapping[tuple[int, int, Flow], Channel]
 
 
 def lower(orders: Orders, shape: PipelineShape, *, policy: str, training: bool = True) -> Plan:
@@ -23,32 +25,29 @@ def lower(orders: Orders, shape: PipelineShape, *, policy: str, training: bool =
         training: Whether the plan ends with the gradient reduction and the optimizer step.
     """
     closing = (Instruction(kind=Kind.REDUCE_GRADS), Instruction(kind=Kind.OPTIMIZER_STEP)) if training else ()
-    rows = tuple((*_lower_order(orders.get(rank, ()), shape), *closing) for rank in range(shape.num_ranks))
-    return Plan(shape=shape, policy=policy, training=training, instructions=rows)
+    channels = shape.channels()
+    rows = (tuple(_lower_order(orders.get(rank, ()), shape, channels)) for rank in range(shape.num_ranks))
+    return Plan(shape=shape, policy=policy, training=training, instructions=tuple((*row, *closing) for row in rows))
 
 
-def _lower_order(order: Order, shape: PipelineShape) -> Iterator[Instruction]:
+def _lower_order(order: Order, shape: PipelineShape, channels: Channels) -> Iterator[Instruction]:
     for compute in order:
         is_forward = compute.op is Op.FORWARD
+        flow = Flow.ACTIVATION if is_forward else Flow.GRADIENT
         if is_forward and compute.virtual_stage == 0:
             yield _instruction(Kind.LOAD_MICRO_BATCH, compute, shape)
         incoming = incoming_boundary(compute, shape)
         if incoming is not None:
-            receive = Kind.RECV_ACTIVATION if is_forward else Kind.RECV_GRAD
-            yield _instruction(receive, compute, shape, boundary=incoming)
+            kind = Kind.RECV_ACTIVATION if is_forward else Kind.RECV_GRAD
+            yield _instruction(kind, compute, shape, channels[incoming, compute.domain, flow])
         yield _instruction(Kind.FORWARD_PASS if is_forward else Kind.BACKWARD_PASS, compute, shape)
         outgoing = outgoing_boundary(compute, shape)
         if outgoing is not None:
-            send = Kind.SEND_ACTIVATION if is_forward else Kind.SEND_GRAD
-            yield _instruction(send, compute, shape, boundary=outgoing)
+            kind = Kind.SEND_ACTIVATION if is_forward else Kind.SEND_GRAD
+            yield _instruction(kind, compute, shape, channels[outgoing, compute.domain, flow])
 
 
-def _instruction(kind: Kind, compute: Compute, shape: PipelineShape, *, boundary: int | None = None) -> Instruction:
-    """Return an instruction that serves a compute; one over a boundary moves what the compute's direction moves."""
-    channel = None
-    if boundary is not None:
-        flow = Flow.ACTIVATION if compute.op is Op.FORWARD else Flow.GRADIENT
-        channel = shape.channel(boundary=boundary, domain=compute.domain, flow=flow)
+def _instruction(kind: Kind, compute: Compute, shape: PipelineShape, channel: Channel | None = None) -> Instruction:
     return Instruction(
         kind=kind,
         chunk=shape.chunks[compute.virtual_stage],

@@ -107,20 +107,7 @@ def schedule_error(plan: Plan, fault: str, *, rank: int | None = None, position:
         mark = (rank, place)
         shown = row[position] if position < len(row) else "the end"
         head += f"\nAt {shape.describe_rank(rank)}, instruction {position}: {shown}"
-    return ScheduleError(f"{head}\n{about}\n{render_orders(_readable_orders(plan), mark=mark)}")
-
-
-def _readable_orders(plan: Plan) -> Orders:
-    """The orders of a plan that may be malformed: without the passes that do not say what they run."""
-    return {
-        rank: tuple(
-            compute
-            for instruction in row
-            if None not in (instruction.virtual_stage, instruction.micro_batch, instruction.domain)
-            and (compute := instruction.compute) is not None
-        )
-        for rank, row in enumerate(plan.instructions)
-    }
+    return ScheduleError(f"{head}\n{about}\n{render_orders(plan.orders(), mark=mark)}")
 
 
 def _table(rows: dict[str, list[str]]) -> str:

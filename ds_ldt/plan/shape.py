@@ -140,6 +140,15 @@ class PipelineShape:
         source, destination = (before, after) if flow is Flow.ACTIVATION else (after, before)
         return Channel(domain=domain, boundary=boundary, flow=flow, source=source, destination=destination)
 
+    def channels(self) -> dict[tuple[int, int, Flow], Channel]:
+        """Return every possible channel, by (boundary, domain, flow)."""
+        return {
+            (boundary, domain, flow): self.channel(boundary=boundary, domain=domain, flow=flow)
+            for boundary in range(self.num_boundaries)
+            for domain in range(self.num_domains)
+            for flow in Flow
+        }
+
     def describe_rank(self, rank: int) -> str:
         """Return for example `rank 3 (cloud stage 1, domain 1)`."""
         if rank < self.num_replicas:
@@ -147,11 +156,16 @@ class PipelineShape:
         return f"rank {rank} (cloud stage {self.stage_of(rank)}, domain {self.domains_of(rank)[0]})"
 
 
+def is_count(value: object, *, minimum: int) -> bool:
+    """Return whether a value is a whole number of at least `minimum`. True and 2.0 are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
 def _check_counts(shape: PipelineShape) -> None:
     minimums = {"num_stages": 2, "num_micro_batches": 1, "num_domains": 1, "num_replicas": 1}
     for name, minimum in minimums.items():
         value = getattr(shape, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        if not is_count(value, minimum=minimum):
             raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {minimum}")
     if shape.num_domains % shape.num_replicas:
         raise ConfigError(

@@ -16,6 +16,7 @@ The rules, in the order in which they are applied (each may rely on those before
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from ds_ldt.plan.dependencies import computes_of, forward_of, incoming_boundary, outgoing_boundary
 from ds_ldt.plan.instructions import Channel, Compute, Flow, Instruction, Kind, Op
@@ -58,27 +59,32 @@ def _check_rows(plan: Plan) -> None:
 
 
 def _check_instructions(plan: Plan) -> None:
+    channels = plan.shape.channels()
     for rank, row in enumerate(plan.instructions):
         for position, instruction in enumerate(row):
-            fault = _instruction_fault(plan, rank, instruction)
+            fault = _instruction_fault(plan.shape, channels, rank, instruction)
             if fault is not None:
                 raise schedule_error(plan, fault, rank=rank, position=position)
 
 
-def _instruction_fault(plan: Plan, rank: int, instruction: Instruction) -> str | None:
-    indices = (instruction.chunk, instruction.virtual_stage, instruction.micro_batch, instruction.domain)
+def _instruction_fault(
+    shape: PipelineShape, channels: Mapping[tuple[int, int, Flow], Channel], rank: int, instruction: Instruction
+) -> str | None:
+    compute = instruction.serves
     if instruction.kind in _CLOSING:
-        named = any(index is not None for index in (*indices, instruction.channel))
-        return "a closing reduction belongs to no virtual stage, micro-batch, domain or channel" if named else None
-    compute = None if None in indices else instruction.serves
+        idle = compute is None and instruction.chunk is None and instruction.channel is None
+        return None if idle else "a closing reduction belongs to no virtual stage, micro-batch, domain or channel"
     if compute is None:
-        return "it must name chunk, virtual stage, micro-batch and domain"
-    fault = _place_fault(plan.shape, rank, compute)
+        return "it must name virtual stage, micro-batch and domain"
+    fault = _place_fault(shape, rank, compute)
     if fault is not None:
         return fault
-    chunk, channel = plan.shape.chunks[compute.virtual_stage], _expected_channel(plan, instruction.kind, compute)
-    if instruction.chunk != chunk:
+    if instruction.chunk != shape.chunks[compute.virtual_stage]:
+        chunk = shape.chunks[compute.virtual_stage]
         return f"its chunk is {instruction.chunk}, but virtual stage {compute.virtual_stage} is of chunk {chunk}"
+    boundary = _boundary(shape, instruction.kind, compute)
+    flow = Flow.ACTIVATION if compute.op is Op.FORWARD else Flow.GRADIENT
+    channel = None if boundary is None else channels[boundary, compute.domain, flow]
     return None if instruction.channel == channel else f"its channel is ({instruction.channel}), expected ({channel})"
 
 
@@ -91,16 +97,10 @@ def _place_fault(shape: PipelineShape, rank: int, compute: Compute) -> str | Non
     return None if owner == rank else f"{compute} belongs to {shape.describe_rank(owner)}"
 
 
-def _expected_channel(plan: Plan, kind: Kind, compute: Compute) -> Channel | None:
-    boundary = None
+def _boundary(shape: PipelineShape, kind: Kind, compute: Compute) -> int | None:
     if kind.is_receive:
-        boundary = incoming_boundary(compute, plan.shape)
-    elif kind.is_send:
-        boundary = outgoing_boundary(compute, plan.shape)
-    if boundary is None:
-        return None
-    flow = Flow.ACTIVATION if compute.op is Op.FORWARD else Flow.GRADIENT
-    return plan.shape.channel(boundary=boundary, domain=compute.domain, flow=flow)
+        return incoming_boundary(compute, shape)
+    return outgoing_boundary(compute, shape) if kind.is_send else None
 
 
 def _check_closing(plan: Plan) -> None:
@@ -123,8 +123,8 @@ def _check_groups(plan: Plan) -> None:
             assert owner is not None
             expected = _expected_group(plan, owner)
             found = tuple(instruction.kind for instruction in row[position : position + len(expected)])
-            served = {instruction.serves for instruction in row[position : position + len(expected)]}
-            if found != expected or served != {owner}:
+            same = all(instruction.serves == owner for instruction in row[position : position + len(expected)])
+            if found != expected or not same:
                 fault = f"expected {', '.join(expected)} of {owner} in a row, found {', '.join(found)}"
                 raise schedule_error(plan, fault, rank=rank, position=position)
             position += len(expected)
