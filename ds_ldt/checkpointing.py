@@ -2,8 +2,8 @@
 
 A checkpoint directory of a site looks as DeepSpeed's does: ``<dir>/latest`` names the newest tag and ``<dir>/<tag>/``
 holds ``layer_XX-model_states.pt`` (weights, XX the global pipeline layer index), ``mp_rank_PP_model_states.pt``
-(optimizer, scheduler and counters of stage PP) and, for bf16, one optimizer shard per replica. Files are written aside,
-moved into place once every rank of both sites has written all of its own, and the site's manifest
+(optimizer, scheduler and counters of stage PP) and, for bf16, one optimizer shard per replica. Files are written
+aside, moved into place once every rank of both sites has written all of its own, and the site's manifest
 ``ldt_checkpoint_<site>.json`` comes last: a tag without it is not a checkpoint.
 """
 

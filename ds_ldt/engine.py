@@ -18,7 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.pipe import schedule as ds
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.utils import DummyOptim
 from torch import Tensor
 
@@ -74,7 +74,7 @@ class LDTPipelineEngine(PipelineEngine):
         """Create the channels of both flows, after agreeing which boundaries carry gradients."""
         with bounded("ds_ldt.initialize", self.grid):
             self._gradient_boundaries = self._agree_on_gradient_boundaries()
-            channels = self._train_schedule().plan.channels()
+            channels = self._plan(self.micro_batches, training=True).channels()
             groups = StreamGroups.create(
                 rank=self.global_rank, channels=channels, timeout_s=self.job.ldt.timeout_s, backend=dist.get_backend()
             )
@@ -126,6 +126,12 @@ class LDTPipelineEngine(PipelineEngine):
     def _loss_stage_global_rank(self) -> int:
         return 0
 
+    def _broadcast_model(self) -> None:
+        """Give every replica of a stage the weights of the first; the parent's version fails on scalar parameters."""
+        if self.mpu.num_physical_replicas > 1:
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.data, src=self.mpu.dp_group[0], group=self.mpu.dp_proc_group)
+
     def _configure_bf16_optimizer(self, optimizer: Any) -> LDTBF16Optimizer:
         return LDTBF16Optimizer(
             optimizer if optimizer is not None else DummyOptim(list(self.module.parameters())),
@@ -145,7 +151,7 @@ class LDTPipelineEngine(PipelineEngine):
         return model_dtype, torch.float32 if model_dtype == torch.bfloat16 else accumulation_dtype
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        # The parent knows bf16 with fp32 accumulation only together with ZeRO stage 1; the bf16 optimizer needs no ZeRO.
+        # The parent knows bf16 with fp32 accumulation only with ZeRO stage 1; the bf16 optimizer itself needs no ZeRO.
         if self.bfloat16_enabled() and not self.zero_optimization():
             return "bf16"
         return super()._do_optimizer_sanity_check(basic_optimizer)
@@ -163,7 +169,7 @@ class LDTPipelineEngine(PipelineEngine):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def _plan(self, micro_batches: int, *, training: bool, policy: str) -> Plan:
+    def _plan(self, micro_batches: int, *, training: bool) -> Plan:
         shape = PipelineShape.from_layout(
             self.module.layout,
             num_micro_batches=micro_batches,
@@ -171,15 +177,14 @@ class LDTPipelineEngine(PipelineEngine):
             num_replicas=self.job.num_replicas,
             gradient_boundaries=self._gradient_boundaries,
         )
-        return build_plan(shape, policy=policy, training=training, max_in_flight=self.job.ldt.schedule.max_in_flight)
+        wanted = self.job.ldt.schedule
+        return build_plan(shape, policy=wanted.policy, training=training, max_in_flight=wanted.max_in_flight)
 
     def _train_schedule(self) -> LDTTrainSchedule:
-        plan = self._plan(self.micro_batches, training=True, policy=self.job.ldt.schedule.policy)
-        return LDTTrainSchedule(plan, self.global_rank)
+        return LDTTrainSchedule(self._plan(self.micro_batches, training=True), self.global_rank)
 
     def _inference_schedule(self, micro_batches: int) -> LDTInferenceSchedule:
-        plan = self._plan(micro_batches, training=False, policy="forward_only")
-        return LDTInferenceSchedule(plan, self.global_rank)
+        return LDTInferenceSchedule(self._plan(micro_batches, training=False), self.global_rank)
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Train on one global batch: M micro-batches of each of the D domains.
@@ -202,7 +207,11 @@ class LDTPipelineEngine(PipelineEngine):
                 expected="an optimizer",
                 fix='add an "optimizer" section to the DeepSpeed JSON',
             )
-        loss: Tensor = super().train_batch(data_iter)
+        try:
+            loss: Tensor = super().train_batch(data_iter)
+        except StopIteration:
+            self.timers(TRAIN_BATCH_TIMER).reset()  # the parent has started it; the caller may go on with new data
+            raise
         return loss
 
     def eval_batch(
@@ -355,9 +364,13 @@ class LDTPipelineEngine(PipelineEngine):
         for buffers in (self._inputs, self._outputs, self._output_grads, self._losses, self._results):
             buffers.clear()
         self._step = self.intake.open(plan, self.data_iterator)
-        self.transport.begin_step(self.intake.receives(self._step))
-        super()._exec_schedule(pipe_schedule)
-        self.transport.end_step()
+        try:
+            self.transport.begin_step(self.intake.receives(self._step))
+            super()._exec_schedule(pipe_schedule)
+            self.transport.end_step()
+        except BaseException:
+            self.transport.abort()  # peers wait for messages that will not come: let them fail now
+            raise
 
     def _aggregate_total_loss(self) -> Tensor:
         return self._mean_loss
@@ -365,7 +378,7 @@ class LDTPipelineEngine(PipelineEngine):
     # -- instructions -----------------------------------------------------------------------------------------------
 
     def _exec_load_micro_batch(self, buffer_id: int, instruction: Instruction) -> None:
-        """Move a micro-batch that the intake has drawn to the device: its inputs to the head, its labels to the tail."""
+        """Move a micro-batch that the intake has drawn to the device: inputs for the head, labels for the tail."""
         micro_batch, domain = buffer_id, instruction.domain
         batch = self._current.batches[micro_batch, domain]
         batch.labels = _to_device(batch.labels, self.device)
@@ -439,7 +452,7 @@ class LDTPipelineEngine(PipelineEngine):
             del self._inputs[key]
 
     def _roots(self, key: Key) -> list[tuple[Tensor, Tensor | None]]:
-        """Where a backward pass starts: each tensor with its gradient; the loss is divided by M here, and only here."""
+        """Where a backward pass starts: each tensor with its gradient. Here, and only here, the loss is divided by M."""
         if key in self._losses:
             return [(self._losses.pop(key) / self._current.plan.shape.num_micro_batches, None)]
         outputs = self._flowing(key[0], self._outputs.pop(key))
@@ -462,7 +475,7 @@ class LDTPipelineEngine(PipelineEngine):
         self.optimizer.update_hp_grads()
 
     def _exec_send_grads(self, buffer_id: int, instruction: Instruction) -> None:
-        """Send the gradients of a virtual stage's inputs back; one that got none is sent as zeros, for it is awaited."""
+        """Send the gradients of a virtual stage's inputs; one that got none goes as zeros, for it is awaited."""
         inputs = self._flowing(instruction.channel.boundary, self._inputs.pop(_key(instruction)))
         grads = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs)
         self.transport.send(instruction.channel, buffer_id, grads)

@@ -232,8 +232,8 @@ class Intake:
             raise StopIteration(_ENDED)
         if announcement.status is Status.ERROR:
             raise LinkError(
-                f"rank {self._grid.global_rank}: the edge (rank {self._edge_rank}) failed to draw the micro-batches of "
-                "this step. Its own message says why; it is not repeated here, for it may quote a sample."
+                f"rank {self._grid.global_rank}: the edge (rank {self._edge_rank}) failed to draw the micro-batches "
+                "of this step. Its own message says why; it is not repeated here, for it may quote a sample."
             )
         step = Step(plan=plan, signatures={})
         for micro_batch, signature in enumerate(announcement.signatures):

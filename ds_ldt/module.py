@@ -124,7 +124,7 @@ class LDTPipelineModule(PipelineModule):
                 raise ConfigError.of(
                     "ldt.pipeline_num_layers",
                     found=[list(row) for row in self.layout.matrix],
-                    expected=f"all layers tied by {layer.key!r} on one stage, but they are on stages {first} and {stage}",
+                    expected=f"all layers tied by {layer.key!r} on one stage; they are on stages {first} and {stage}",
                     fix="move the tied layers to the same stage (the edge holds the first and the last layers)",
                 )
 
@@ -218,7 +218,7 @@ class LDTPipelineModule(PipelineModule):
         def run(*args: Tensor) -> Payload:
             return _run(funcs, args if isinstance(inputs, tuple) else args[0])
 
-        result: Payload = self.activation_checkpoint_func(run, *tensors, use_reentrant=reentrant)
+        result: Payload = checkpoint(run, *tensors, use_reentrant=reentrant)
         return result
 
     def _precompute_checkpointable_values(self) -> None:

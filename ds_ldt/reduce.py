@@ -1,8 +1,9 @@
 """Reductions over two sites of unequal size: gradients inside a stage, a few numbers across the link.
 
-Scaling rules (``docs/architecture.md`` derives them): the loss of every micro-batch is divided by M before its backward
-pass, so the gradients that cross a boundary carry 1/M and nothing else. A cloud rank has then accumulated one domain
-and is averaged over D; an edge replica has accumulated K = D/E domains, so it is scaled by 1/K and averaged over E.
+Scaling rules (``docs/architecture.md`` derives them): the loss of every micro-batch is divided by M before its
+backward pass, so the gradients that cross a boundary carry 1/M and nothing else. A cloud rank has then accumulated one
+domain and is averaged over D; an edge replica has accumulated K = D/E domains, so it is scaled by 1/K and averaged
+over E.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A small model as a list of layers, its data, and the oracle: the same model unsplit in one process.
 
-The oracle knows nothing of ds_ldt: plain torch modules, torch's own `DistributedSampler` for the samples of each domain,
-and one backward pass per micro-batch with the loss divided by the number of micro-batches of the whole global batch.
+The oracle knows nothing of ds_ldt: plain torch modules, torch's own `DistributedSampler` for the samples of each
+domain, and one backward pass per micro-batch with the loss divided by the number of micro-batches of the whole global batch.
 """
 
 from __future__ import annotations
@@ -90,11 +90,17 @@ def build_unsplit(classes: list[Callable[[], nn.Module]], base_seed: int = 1234)
     return nn.Sequential(*layers)
 
 
-def domain_batches(dataset: Dataset[Any], domain: int, num_domains: int, micro_batch_size: int) -> Iterator[Any]:
+def domain_batches(
+    dataset: Dataset[Any],
+    domain: int,
+    num_domains: int,
+    micro_batch_size: int,
+    collate: Callable[[Any], Any] | None = None,
+) -> Iterator[Any]:
     """Endless micro-batches that data-parallel rank `domain` of `num_domains` would draw."""
     sampler = DistributedSampler(dataset, num_replicas=num_domains, rank=domain, shuffle=False)
     while True:
-        yield from DataLoader(dataset, batch_size=micro_batch_size, sampler=sampler)
+        yield from DataLoader(dataset, batch_size=micro_batch_size, sampler=sampler, collate_fn=collate)
 
 
 def train_unsplit(
@@ -108,10 +114,11 @@ def train_unsplit(
     num_domains: int,
     micro_batch_size: int,
     gradient_clipping: float = 0.0,
+    collate: Callable[[Any], Any] | None = None,
 ) -> Trace:
     """Train the whole model in this process on the global batches that D domains would take."""
     optimizer = make_optimizer(model.parameters())
-    streams = [domain_batches(dataset, d, num_domains, micro_batch_size) for d in range(num_domains)]
+    streams = [domain_batches(dataset, d, num_domains, micro_batch_size, collate) for d in range(num_domains)]
     count = num_micro_batches * num_domains
     losses, norms = [], []
     for _ in range(steps):

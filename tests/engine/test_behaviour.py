@@ -1,0 +1,299 @@
+"""Single promises of the engine; tests named after a row of faults that people hit in comparable projects."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.behaviour import Square, TiedLinear
+from tests.engine.cases import config, layout
+from tests.engine.parity import assert_parity, oracle
+from tests.engine.scenarios import SCENARIOS
+from tests.harness import GroupPool
+from tests.toy import Points, Trace, build_unsplit, domain_batches, layer_classes, train_unsplit
+
+TARGETS = "tests.engine.behaviour:"
+
+
+def run(groups: GroupPool, world_size: int, target: str, *args: Any, **options: Any) -> list[Any]:
+    return groups.run(world_size, TARGETS + target, *args, **{"deadline_s": 90, **options})
+
+
+def scenario_oracle(name: str, settings: dict[str, Any], steps: int) -> Trace:
+    scenario = SCENARIOS[name]
+    model = build_unsplit([lambda c=c, a=a: c(*a) for c, a in scenario.layers])
+    return train_unsplit(
+        model,
+        scenario.dataset(),
+        loss_fn=nn.functional.mse_loss,
+        make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        steps=steps,
+        num_micro_batches=settings["gradient_accumulation_steps"],
+        num_domains=settings["ldt"]["cloud"]["data_parallel_size"],
+        micro_batch_size=settings["train_micro_batch_size_per_gpu"],
+        collate=scenario.collate,
+    )
+
+
+def check_scenario(groups: GroupPool, name: str) -> None:
+    settings = config(SCENARIOS[name].matrix, num_micro_batches=3)
+    ranks = run(groups, 3, "train_scenario", name, settings, 3, {})
+    assert_parity(ranks, scenario_oracle(name, settings, 3), "SGD")
+
+
+def test_S01_an_int_tensor_before_the_activations_arrives_as_it_is(groups: GroupPool) -> None:
+    check_scenario(groups, "S01")
+
+
+def test_S02_a_float_tensor_without_gradient_is_not_waited_for(groups: GroupPool) -> None:
+    check_scenario(groups, "S02")
+
+
+def test_S04_tuples_of_bool_int_and_float_tensors_arrive_whole(groups: GroupPool) -> None:
+    check_scenario(groups, "S04")
+
+
+def test_S05_micro_batches_of_different_lengths_equal_the_unsplit_run(groups: GroupPool) -> None:
+    check_scenario(groups, "S05")
+
+
+def test_S05_with_fixed_shapes_other_lengths_are_refused_before_any_compute(groups: GroupPool) -> None:
+    settings = config(SCENARIOS["S05"].matrix, num_micro_batches=3)
+    edge, *cloud = run(groups, 3, "train_scenario", "S05", settings, 1, {"dynamic_shape": False}, check=False)
+    assert edge.is_a("ConfigError") and "dynamic_shape" in edge.message
+    assert all(failure.is_a("LinkError") and "failed to draw" in failure.message for failure in cloud)
+
+
+def test_every_boundary_may_have_a_width_of_its_own(groups: GroupPool) -> None:
+    check_scenario(groups, "widths")
+
+
+@pytest.mark.parametrize(("frozen", "reaches_stage_1"), [([0], True), ([1, 2], True), ([0, 1], False)])
+def test_S03_S46_a_frozen_site_trains_nothing_and_nobody_waits_for_it(
+    groups: GroupPool, frozen: list[int], reaches_stage_1: bool
+) -> None:
+    ranks = run(groups, 3, "train_frozen", config(layout(3, 2)), 3, frozen)
+    assert [rank["stage"] for rank in ranks if rank["changed"]] == [s for s in range(3) if s not in frozen]
+    assert len({tuple(rank["losses"]) for rank in ranks}) == 1
+    assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
+    assert ranks[1]["gradients"] == (4 if frozen == [1, 2] else 0), "stage 1 sends gradients to an edge that trains"
+    assert (ranks[2]["gradients"] > 0) == reaches_stage_1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(3, {"num_domains": 2}), (4, {"num_domains": 2, "num_replicas": 2})]
+)
+def test_S07_outputs_meet_the_labels_of_their_own_sample(
+    groups: GroupPool, world_size: int, sizes: dict[str, int]
+) -> None:
+    settings = config(layout(2, 3), num_micro_batches=5, **sizes)
+    settings["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
+    ranks = run(groups, world_size, "count_label_mismatches", settings, 3)
+    edges = ranks[: sizes.get("num_replicas", 1)]
+    assert [(wrong, loss) for wrong, _, loss in ranks] == [(0, 0.0)] * world_size
+    assert all(compared == 3 * 5 * sizes["num_domains"] // len(edges) for _, compared, _ in edges)
+
+
+@pytest.mark.parametrize("num_batches", [0, 6])
+def test_S08_when_the_data_ends_every_rank_stops_and_can_go_on(groups: GroupPool, num_batches: int) -> None:
+    ranks = run(groups, 2, "run_out_of_data", config(layout(2, 2)), num_batches)
+    assert all(rank["ended"] and rank["steps"] == num_batches // 4 for rank in ranks)
+    assert len({rank["more"] for rank in ranks}) == 1
+
+
+def test_without_data_the_edge_is_told_how_to_give_some(groups: GroupPool) -> None:
+    edge, cloud = run(groups, 2, "edge_without_data", config(layout(2, 2)))
+    assert edge.startswith("ConfigError") and "pass training_data=" in edge
+    assert cloud.startswith("LinkError") and "the edge (rank 0) failed" in cloud
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_S09_fewer_micro_batches_than_stages(groups: GroupPool, num_micro_batches: int) -> None:
+    settings = config(layout(3, 2), num_micro_batches=num_micro_batches)
+    ranks = groups.run(3, "tests.engine.cases:train", settings, 2, deadline_s=90)
+    assert_parity(ranks, oracle(settings, 2), "SGD")
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 8])
+def test_S16_the_accumulation_factor_is_applied_once(groups: GroupPool, num_micro_batches: int) -> None:
+    """One SGD step without clipping: weights show every gradient, and the head must not be scaled a second time."""
+    settings = config(layout(2, 3), num_micro_batches=num_micro_batches)
+    ranks = groups.run(2, "tests.engine.cases:train", settings, 1, deadline_s=90)
+    assert_parity(ranks, oracle(settings, 1), "SGD")
+
+
+def test_S17_the_same_global_batch_gives_the_same_update_however_it_is_accumulated(groups: GroupPool) -> None:
+    """16 samples as 4 micro-batches of 4 and as 8 of 2."""
+    runs = [(config(layout(2, 2), num_micro_batches=16 // size, micro_batch_size=size), 1) for size in (4, 2)]
+    first, second = groups.run(2, "tests.engine.cases:train_many", runs, deadline_s=90)[0]
+    assert math.isclose(first["norms"][0], second["norms"][0], rel_tol=1e-6)
+    for index, layer in first["weights"].items():
+        for name, value in layer.items():
+            torch.testing.assert_close(value, second["weights"][index][name], rtol=0, atol=1e-6)
+
+
+def test_S18_with_many_losses_in_flight_each_backward_uses_its_own(groups: GroupPool) -> None:
+    settings = config(layout(2, 2), num_domains=2, num_micro_batches=8)
+    ranks = groups.run(3, "tests.engine.cases:train", settings, 2, deadline_s=90)
+    assert_parity(ranks, oracle(settings, 2), "SGD")
+
+
+def test_S19_every_rank_returns_the_mean_of_the_micro_batch_losses(groups: GroupPool) -> None:
+    settings = config(layout(2, 2), num_domains=2)
+    ranks = groups.run(3, "tests.engine.cases:train", settings, 5, deadline_s=90)
+    expected = oracle(settings, 5).losses
+    assert all(loss > 0 for loss in expected)
+    for rank in ranks:
+        assert rank["losses"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_S06_S20_S21_S22_evaluation_between_steps(groups: GroupPool, bf16: bool) -> None:
+    """Evaluate 3, train, evaluate 1, 4, then 2 micro-batches of another size, train; against the unsplit model."""
+    extra = {"bf16": {"enabled": True}} if bf16 else {}
+    settings = config(layout(2, 2), num_micro_batches=2, **extra)
+    edge, cloud = run(groups, 2, "evaluate_between_steps", settings, bf16)
+    assert edge["losses"] == cloud["losses"], "the ranks were told different losses"
+    assert edge["rng_kept"] and edge["mode_kept"] and edge["iterator_kept"]
+    tolerance = 2e-2 if bf16 else 1e-6
+    assert edge["losses"] == pytest.approx(_evaluations(settings), abs=tolerance, rel=tolerance)
+
+
+def _evaluations(settings: dict[str, Any]) -> list[float]:
+    num_layers = sum(map(sum, settings["ldt"]["pipeline_num_layers"]))
+    model = build_unsplit(layer_classes(num_layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stream = domain_batches(Points(96), 0, 1, 2)
+
+    def evaluate(count: int, size: int = 2) -> float:
+        batches = domain_batches(Points(64, 3), 0, 1, size)
+        with torch.no_grad():
+            return sum(_loss(model, next(batches)).item() for _ in range(count)) / count
+
+    def train() -> float:
+        losses = [_loss(model, next(stream)) / 2 for _ in range(2)]
+        sum(losses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(loss.item() for loss in losses)
+
+    return [evaluate(3), train(), evaluate(1), evaluate(4), evaluate(2, 8), train()]
+
+
+def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return nn.functional.mse_loss(model(inputs), labels)
+
+
+def test_evaluation_returns_logits_and_single_losses_in_order_on_the_edge_only(groups: GroupPool) -> None:
+    edge, cloud = run(groups, 2, "evaluate_for_outputs", config(layout(2, 2)))
+    assert (cloud["logits"], cloud["listed"]) == (None, None) and cloud["mean"] == edge["mean"]
+    model = build_unsplit(layer_classes(5))
+    stream = domain_batches(Points(64, 7), 0, 1, 2)
+    for logits, loss in zip(edge["logits"], edge["listed"], strict=True):
+        inputs, labels = next(stream)
+        torch.testing.assert_close(logits, model(inputs))
+        torch.testing.assert_close(loss, nn.functional.mse_loss(model(inputs), labels))
+    assert edge["mean"] == pytest.approx(sum(loss.item() for loss in edge["listed"]) / 3)
+
+
+def test_S23_S24_the_monitor_gets_each_returned_loss_once_from_the_edge(groups: GroupPool, tmp_path: Path) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    edge, cloud = run(groups, 2, "train_with_monitor", config(layout(2, 2), csv_monitor=monitor), 3, str(tmp_path))
+    assert edge["losses"] == cloud["losses"]
+    assert edge["written"]["Train_Samples_train_loss.csv"] == pytest.approx(edge["losses"], rel=1e-6)
+    assert edge["written"]["Train_Samples_lr.csv"] == [0.1] * 3
+
+
+def test_S28_clipping_bounds_the_update_of_the_whole_model(groups: GroupPool) -> None:
+    settings = config(layout(2, 2), num_domains=2, gradient_clipping=0.01)
+    settings["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
+    length = math.sqrt(sum(run(groups, 3, "update_length", settings)))
+    assert length == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_domains": 2}, {"num_domains": 2, "num_replicas": 2}])
+def test_S29_bf16_steps_are_close_to_fp32_steps(groups: GroupPool, sizes: dict[str, int]) -> None:
+    settings = config(layout(2, 2), gradient_clipping=0.5, **sizes)
+    world_size = sizes.get("num_replicas", 1) + sizes.get("num_domains", 1)
+    ranks = run(groups, world_size, "train_bf16", {**settings, "bf16": {"enabled": True}}, 3)
+    expected = oracle(settings, 3)
+    assert ranks[0]["losses"] == pytest.approx(expected.losses, rel=2e-2)
+    assert ranks[0]["norms"] == pytest.approx(expected.grad_norms, rel=2e-2)
+    for rank in ranks:
+        assert rank["norms"] == ranks[0]["norms"]
+        for index, layer in rank["weights"].items():
+            for name, value in layer.items():
+                assert value.dtype == torch.bfloat16
+                torch.testing.assert_close(value.float(), expected.weights[index][name], rtol=1e-2, atol=1e-2)
+
+
+def test_S33_what_a_rank_holds_does_not_grow_with_the_number_of_micro_batches(groups: GroupPool) -> None:
+    few = run(groups, 2, "count_live_buffers", config(layout(2, 2), num_micro_batches=8))
+    many = run(groups, 2, "count_live_buffers", config(layout(2, 2), num_micro_batches=32))
+    assert many == few
+    assert run(groups, 2, "garbage_remains", config(layout(2, 2), num_micro_batches=8)) == [0, 0]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_domains": 2, "num_replicas": 2}])
+def test_tied_layers_on_the_edge_train_as_one_tensor(groups: GroupPool, sizes: dict[str, int]) -> None:
+    settings = config([[2, 2], [2, 0]], optimizer="AdamW", gradient_clipping=0.1, **sizes)
+    world_size = sizes.get("num_replicas", 1) + sizes.get("num_domains", 1)
+    ranks = run(groups, world_size, "train_tied", settings, 5)
+    expected = _tied_oracle(settings, 5)
+    assert_parity(ranks, expected, "AdamW")
+
+
+class TiedModel(nn.Module):
+    """The oracle: one parameter used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1234)
+        self.add_module("0", TiedLinear())
+        for index in range(1, 5):
+            torch.manual_seed(1234 + index)
+            self.add_module(str(index), Square())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = inputs
+        for layer in self.children():
+            hidden = layer(hidden)
+        return hidden @ self.get_submodule("0").weight.t()
+
+
+def _tied_oracle(settings: dict[str, Any], steps: int) -> Trace:
+    return train_unsplit(
+        TiedModel(),
+        Points(96),
+        loss_fn=lambda y, t: ((y[:, :3] - t) ** 2).mean(),
+        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+        steps=steps,
+        num_micro_batches=settings["gradient_accumulation_steps"],
+        num_domains=settings["ldt"]["cloud"]["data_parallel_size"],
+        micro_batch_size=2,
+        gradient_clipping=0.1,
+    )
+
+
+@pytest.mark.parametrize("control", ["train_without_slice_scaling", "train_with_stock_clipping"])
+def test_parity_would_notice(groups: GroupPool, control: str) -> None:
+    """Negative controls: without the edge's 1/K, and with DeepSpeed's own clipping, the comparison fails."""
+    settings = config(layout(2, 2), num_domains=2, gradient_clipping=0.1 if "clipping" in control else 0.0)
+    ranks = run(groups, 3, control, settings, 3)
+    with pytest.raises(AssertionError, match=r"loss|norm|w_ref"):
+        assert_parity(ranks, oracle(settings, 3), "SGD")
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(groups: GroupPool, interval: int, reentrant: bool) -> None:
+    pipeline = {"activation_checkpoint_interval": interval, "use_reentrant": reentrant}
+    settings = config(layout(2, 3), pipeline=pipeline)
+    ranks = groups.run(2, "tests.engine.cases:train", settings, 2, deadline_s=90)
+    assert_parity(ranks, oracle(settings, 2), "SGD")
