@@ -13,6 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_ldt.agreement import agree
 from ds_ldt.config import JobConfig, load_config
 from ds_ldt.errors import ConfigError
 from ds_ldt.grid import LDTPipelineGrid, LDTTopology
@@ -55,7 +56,9 @@ class LDTPipelineModule(PipelineModule):
         dynamic_shape: whether the micro-batches of a run may differ in shape.
 
     Raises:
-        ConfigError: bad configuration, on every rank before any process group is created.
+        ConfigError: bad configuration, on every rank before any process group is created; or the sites' configurations
+            differ, on every rank.
+        LinkError: the ranks did not all meet within ``ldt.timeout_s``.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class LDTPipelineModule(PipelineModule):
         init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
         self._topo = LDTTopology(RankMap.from_config(self.job))
         self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
+        agree(self.job, self._grid, num_layers=self._num_layers, wire=self.wire)
         self.world_group = dist.group.WORLD
         self.global_rank = self._grid.global_rank
         self.world_size = self._grid.world_size

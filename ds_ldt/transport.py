@@ -159,6 +159,7 @@ class Transport:
 
     Attributes:
         bytes_sent: Channel -> bytes of tensor data handed to it so far.
+        on_send: The hook of that name; may be set later.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Transport:
         self._timeout_s = timeout_s
         self._receive_window = receive_window
         self._guard = guard
-        self._on_send = on_send
+        self.on_send = on_send
         self._inboxes: dict[Channel, _Inbox] = {}
         self._outboxes: dict[Channel, Outbox] = {}
         self._closed = False
@@ -231,8 +232,8 @@ class Transport:
             raise ScheduleError(f"rank {self._rank} cannot send: not an outbound channel of it: {channel}")
         self._guard.check_send(channel.boundary, tensors, gradients=channel.flow is Flow.GRADIENT)
         payload = tuple(tensor.detach().to(self._wire_device).contiguous() for tensor in tensors)
-        if self._on_send is not None:
-            self._on_send(channel, micro_batch, payload)
+        if self.on_send is not None:
+            self.on_send(channel, micro_batch, payload)
         outbox = self._outbox(channel)
         outbox.check()
         route = self._groups.routes[channel]

@@ -1,0 +1,66 @@
+"""Do both sites mean the same job? Asked once, before a layer is built.
+
+Each site reads its own copy of the JSON. Two copies that drift apart would end in a hang or, worse, in a run that
+trains something else than either file says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ds_ldt.config import JobConfig
+from ds_ldt.errors import ConfigError, ConfigProblem
+from ds_ldt.grid import LDTPipelineGrid
+from ds_ldt.reduce import bounded, exchange_text
+from ds_ldt.wire import WireSchema
+
+# What decides the arithmetic of a step. Paths, monitors and printing may differ between the sites.
+_SHARED_SETTINGS = ("gradient_clipping", "optimizer", "scheduler", "bf16", "zero_optimization", "data_types")
+
+
+def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[str, str]:
+    """The facts that both sites must agree on, as short texts by name."""
+    facts: dict[str, Any] = {
+        "number of layers": num_layers,
+        "train_micro_batch_size_per_gpu": job.micro_batch_size,
+        "gradient_accumulation_steps": job.num_micro_batches,
+        "ldt.pipeline_num_layers": [list(row) for row in job.ldt.pipeline_num_layers],
+        "ldt.edge": job.ldt.edge.model_dump(),
+        "ldt.cloud": job.ldt.cloud.model_dump(),
+        "ldt.schedule": job.ldt.schedule.model_dump(),
+        "ldt.loss_reduction": job.ldt.loss_reduction,
+        "wire schema": [[str(t) for t in wire.tensors], wire.uniform],
+        **{key: job.deepspeed[key] for key in _SHARED_SETTINGS if key in job.deepspeed},
+    }
+    return {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
+
+
+def differences(edge: Mapping[str, str], cloud: Mapping[str, str]) -> list[ConfigProblem]:
+    """One problem for each fact on which the sites differ."""
+    return [
+        ConfigProblem(
+            key=name,
+            found=f"edge {edge.get(name, 'nothing')}, cloud {cloud.get(name, 'nothing')}",
+            expected="the same on both sites",
+            fix="give both sites the same JSON and the same model",
+        )
+        for name in sorted({*edge, *cloud})
+        if edge.get(name) != cloud.get(name)
+    ]
+
+
+def agree(job: JobConfig, grid: LDTPipelineGrid, *, num_layers: int, wire: WireSchema) -> None:
+    """Compare the facts of the two sites.
+
+    Raises:
+        ConfigError: on every rank of both sites, if they differ; all differences are listed.
+        LinkError: the other site did not answer within ``ldt.timeout_s``.
+    """
+    mine = shared_facts(job, num_layers=num_layers, wire=wire)
+    with bounded("the comparison of the two sites' configurations", grid):
+        edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(mine), grid))
+    problems = differences(edge, cloud)
+    if problems:
+        raise ConfigError.from_problems(problems)

@@ -1,0 +1,124 @@
+"""Targets in which something goes wrong on purpose."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+import ds_ldt
+from tests.engine.cases import config, layout, toy_engine, toy_module
+from tests.toy import Block, Head, Points, Stem
+
+
+def outcome(action: Any) -> tuple[str, str, float]:
+    """(error class, message, seconds) of a call that is meant to fail."""
+    begin = time.monotonic()
+    try:
+        action()
+    except ds_ldt.LDTError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "no error", "", time.monotonic() - begin
+
+
+def only_the_edge_calls(method: str, directory: str) -> tuple[str, str, float]:
+    """Rank 0 enters a call that nobody else enters; the others go on training."""
+    engine = toy_engine(config(layout(2, 2), timeout_s=3))
+    engine.train_batch()
+    if dist.get_rank() != 0:
+        return outcome(engine.train_batch)
+    data = iter([Points(8)[0]] * 100)
+    return outcome(
+        lambda: engine.save_checkpoint(directory) if method == "save_checkpoint" else engine.eval_batch(data)
+    )
+
+
+def other_program_order() -> tuple[str, str, float]:
+    """Rank 0 evaluates while rank 1 trains."""
+    engine = toy_engine(config(layout(2, 2), timeout_s=5))
+    batch = (torch.zeros(2, 4), torch.zeros(2, 3))
+    return outcome(lambda: engine.eval_batch(iter([batch] * 8)) if dist.get_rank() == 0 else engine.train_batch())
+
+
+class LeakingStem(nn.Module):
+    """Sends the sample's ids along, undeclared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Stem()
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.stem(inputs), inputs.long()
+
+
+class LeakyBlock(Block):
+    def forward(self, inputs: Any) -> Any:
+        return (super().forward(inputs[0]), *inputs[1:])
+
+
+class LeakyHead(Head):
+    def forward(self, inputs: Any) -> Tensor:
+        return super().forward(inputs[0])
+
+
+def leak_an_int_tensor() -> tuple[str, str, float]:
+    """The head returns an int tensor that the wire schema does not declare."""
+    layers = [LayerSpec(LeakingStem), *[LayerSpec(LeakyBlock)] * 3, LayerSpec(LeakyHead)]
+    module = ds_ldt.LDTPipelineModule(layers, config(layout(2, 2), timeout_s=10), nn.functional.mse_loss)
+    engine, *_ = ds_ldt.initialize(model=module, training_data=Points(32) if dist.get_rank() == 0 else None)
+    sent: list[Any] = []
+    engine.transport.on_send = lambda *message: sent.append(message)
+    result = outcome(engine.train_batch)
+    assert not sent, "something was posted before the guard refused"
+    return result
+
+
+class FailingBlock(Block):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not inputs.is_meta:
+            raise LookupError("a layer of the cloud failed")
+        return super().forward(inputs)
+
+
+def fail_in_the_cloud() -> tuple[str, str, float]:
+    """A layer of stage 1 raises in the middle of a step; the edge must hear of it long before its timeout."""
+    layers = [LayerSpec(Stem), LayerSpec(Block), LayerSpec(FailingBlock), LayerSpec(Block), LayerSpec(Head)]
+    module = ds_ldt.LDTPipelineModule(layers, config(layout(2, 2), timeout_s=40), nn.functional.mse_loss)
+    engine, *_ = ds_ldt.initialize(model=module, training_data=Points(32) if dist.get_rank() == 0 else None)
+    try:
+        return outcome(engine.train_batch)
+    except LookupError as error:
+        return "LookupError", str(error), 0.0
+
+
+def different_files(changes: dict[str, Any]) -> tuple[str, str, float]:
+    """The cloud's JSON differs from the edge's."""
+    settings = config(layout(2, 2), timeout_s=10)
+    if dist.get_rank() == 1:
+        settings.update(changes)
+    return outcome(lambda: toy_module(settings))
+
+
+def bad_configurations(rows: list[dict[str, Any]]) -> list[str]:
+    """What this rank is told of each bad configuration; no process group may come into being."""
+    messages = []
+    for settings in rows:
+        try:
+            toy_or_any_module(settings)
+        except ds_ldt.ConfigError as error:
+            messages.append(str(error))
+        else:
+            messages.append("accepted")
+        assert not dist.is_initialized(), "a process group was created for a configuration that is refused"
+    assert os.environ["WORLD_SIZE"] == "2"
+    return messages
+
+
+def toy_or_any_module(settings: dict[str, Any]) -> None:
+    """Build a module of five layers."""
+    ds_ldt.LDTPipelineModule([LayerSpec(Stem), *[LayerSpec(Block)] * 3, LayerSpec(Head)], settings)

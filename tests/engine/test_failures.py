@@ -1,0 +1,88 @@
+"""What goes wrong ends in one clear error on every rank, within a bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ldt.agreement import differences
+from tests.bad_configs import BAD_CONFIGS
+from tests.engine.cases import config, layout
+from tests.harness import GroupPool, run_group
+
+TARGETS = "tests.engine.failures:"
+
+
+@pytest.mark.parametrize("method", ["save_checkpoint", "eval_batch"])
+def test_S12_a_call_made_by_one_rank_only_ends_in_a_bounded_error(method: str, tmp_path: Path) -> None:
+    edge, cloud = run_group(2, TARGETS + "only_the_edge_calls", method, str(tmp_path), init="gloo", deadline_s=60)
+    for kind, message, seconds in (edge, cloud):
+        assert kind == "LinkError", message
+        assert seconds < 20, message
+    assert "train_batch" in cloud[1]
+    assert method in edge[1] or "eval_batch" in cloud[1], "neither side names the call"
+    assert "every rank" in (edge[1] + cloud[1]).lower()
+
+
+def test_S12_a_rank_in_another_call_is_told_both_calls(groups: GroupPool) -> None:
+    _, cloud = groups.run(2, TARGETS + "other_program_order", deadline_s=60)
+    kind, message, seconds = cloud
+    assert kind == "LinkError"
+    assert "call: rank 0 has eval_batch, rank 1 has train_batch" in message
+    assert seconds < 5
+    groups.session(2).close()
+
+
+def test_an_undeclared_int_tensor_is_refused_before_anything_is_sent(groups: GroupPool) -> None:
+    edge, cloud = groups.run(2, TARGETS + "leak_an_int_tensor", deadline_s=60)
+    assert edge[0] == "PrivacyError"
+    assert "int64[2, 4]" in edge[1]
+    assert "it is not declared" in edge[1]
+    assert cloud[0] == "LinkError"
+    assert cloud[2] < 10, "the cloud waited for its timeout instead of being told"
+
+
+def test_S13_a_failure_in_the_cloud_reaches_the_edge_at_once(groups: GroupPool) -> None:
+    edge, cloud = groups.run(2, TARGETS + "fail_in_the_cloud", deadline_s=60)
+    assert cloud[0] == "LookupError"
+    assert edge[0] == "LinkError"
+    assert "rank 1 is gone or closed the connection" in edge[1]
+    assert edge[2] < 20, "the edge waited for its timeout"
+    groups.session(2).close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"gradient_clipping": 0.5}, "gradient_clipping"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
+    ],
+)
+def test_sites_with_different_files_are_told_what_differs(
+    groups: GroupPool, changes: dict[str, Any], fact: str
+) -> None:
+    edge, cloud = groups.run(2, TARGETS + "different_files", changes, deadline_s=60)
+    assert edge[:2] == cloud[:2]
+    assert edge[0] == "ConfigError"
+    assert fact in edge[1]
+
+
+def test_equal_facts_are_no_difference() -> None:
+    assert differences({"a": "1"}, {"a": "1"}) == []
+    assert [problem.key for problem in differences({"a": "1", "b": "2"}, {"a": "1"})] == ["b"]
+
+
+def test_every_bad_configuration_is_told_alike_on_all_ranks_before_any_process_group() -> None:
+    rows = [row[1] for row in BAD_CONFIGS]
+    assert len(rows) >= 25
+    wrong_world = config(layout(2, 2), num_domains=2)
+    wrong_layers = config([[2, 2], [2, 0]])
+    first, second = run_group(2, TARGETS + "bad_configurations", [*rows, wrong_world, wrong_layers], deadline_s=100)
+    assert first == second
+    for (name, _, fragments), message in zip(BAD_CONFIGS, first, strict=False):
+        for fragment in fragments:
+            assert fragment in message, f"{name}: {message}"
+    assert "E*Te + (P-1)*D*Tc" in first[-2]
+    assert "whose sum is 6" in first[-1]
