@@ -80,8 +80,7 @@ def describe_stall(plan: Plan, positions: Positions) -> str:
 def _describe_wait(plan: Plan, rank: int, positions: Positions) -> str:
     instruction = plan.instructions[rank][positions[rank]]
     channel = instruction.channel
-    if channel is None:
-        return f"{plan.shape.describe_rank(rank)} is at {instruction}"
+    assert channel is not None, "only a send or a receive can wait"
     peer = channel.source if instruction.kind.is_receive else channel.destination
     waits_for = "a message from" if instruction.kind.is_receive else "a posted receive of"
     stuck_at = f"is itself stuck at {plan.instructions[peer][positions[peer]]}" if peer in positions else "has ended"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -82,3 +83,15 @@ def test_a_plan_may_need_posted_receives_although_it_has_no_deadlock() -> None:
     validate(plan, posted_ahead=2)
     with pytest.raises(ScheduleError, match="sends wait for one of 1 posted receives, deadlock"):
         validate(plan, posted_ahead=1)
+
+
+def test_a_deadlock_of_many_ranks_is_told_in_few_lines() -> None:
+    shape = full_shape(2, 2, m=2, d=14, e=14)
+    orders = {
+        rank: tuple(replace(compute, domain=shape.domains_of(rank)[0]) for compute in DEADLOCK[shape.stage_of(rank)])
+        for rank in range(shape.num_ranks)
+    }
+    plan = lower(orders, shape, policy="by hand")
+    lines = describe_stall(plan, find_stall(plan)).splitlines()
+    assert len(lines) == 14
+    assert lines[-1] == "  and 16 more ranks"

@@ -154,6 +154,19 @@ def test_a_row_is_missing() -> None:
         validate(replace(PLANS["u"], instructions=PLANS["u"].instructions[:2]))
 
 
+def test_many_missing_computes_are_counted() -> None:
+    plan = PLANS["u"]
+    with pytest.raises(ScheduleError, match=r"B1\.0\.0, B1\.1\.0, B1\.2\.0, F1\.0\.0, F1\.1\.0 and 1 more never run"):
+        validate(lower({**plan.orders(), 1: ()}, plan.shape, policy="idle"))
+
+
+def test_a_compute_runs_twice() -> None:
+    plan = PLANS["u"]
+    orders = plan.orders()
+    with pytest.raises(ScheduleError, match=r"F0\.0\.0 runs twice"):
+        validate(lower({**orders, 0: (orders[0][0], *orders[0])}, plan.shape, policy="twice"))
+
+
 def test_a_compute_never_runs() -> None:
     plan = PLANS["u"]
     orders = plan.orders()
