@@ -425,10 +425,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_S49_quickstart_trains_over_two_nodes_of_unequal_slots_and_the_result_loads(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    work = tmp_path / "work"
+    work, config = tmp_path / "work", tmp_path / "run.json"
+    base = ROOT / "ds_configs/smollm2_quickstart.json"
+    assert steps("config", "--base", base, "--model", tiny_model, "--out", config).returncode == 0
+    settings = json.loads(config.read_text())
+    settings["optimizer"]["params"]["lr"] = 0.01  # random weights: the loss has to fall within three steps
+    settings.pop("scheduler", None)
+    config.write_text(json.dumps(settings))
     done = bash(
         EXAMPLES / "quickstart.sh",
-        *("--model", tiny_model, "--steps", "3", "--workdir", work),
+        *("--model", tiny_model, "--steps", "3", "--workdir", work, "--config", config),
         timeout_s=500,
         LDT_SETUP="skip",
         TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
@@ -448,7 +454,7 @@ def test_S49_quickstart_trains_over_two_nodes_of_unequal_slots_and_the_result_lo
 
 
 DYING = """
-import os, runpy, sys
+import os, runpy
 from ds_ldt.engine import LDTPipelineEngine
 train_batch, calls = LDTPipelineEngine.train_batch, []
 def dies_at_the_second_step(self, *args):
@@ -457,8 +463,7 @@ def dies_at_the_second_step(self, *args):
         os._exit(9)
     return train_batch(self, *args)
 LDTPipelineEngine.train_batch = dies_at_the_second_step
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
 """
 
 
@@ -468,14 +473,18 @@ def test_S13_both_sites_end_when_a_rank_dies_and_leave_nothing_behind(tiny_model
     base = ROOT / "ds_configs/smollm2_quickstart.json"
     assert steps("config", "--base", base, "--model", tiny_model, "--out", tmp_path / "run.json").returncode == 0
     port = steps("port").stdout.strip()
+    environ = {
+        "SCRIPT": str(EXAMPLES / "finetune.py"),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
+        "OMP_NUM_THREADS": "1",
+    }
     sites = {
         site: subprocess.Popen(
             [
                 *("bash", str(EXAMPLES / f"run_{site}.sh"), "--master_port", port, str(tmp_path / "dying.py")),
-                *(str(EXAMPLES / "finetune.py"), "--config", str(tmp_path / "run.json"), "--model", str(tiny_model)),
-                *("--save", str(tmp_path / site)),
+                *("--config", str(tmp_path / "run.json"), "--model", str(tiny_model), "--save", str(tmp_path / site)),
             ],
-            env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
