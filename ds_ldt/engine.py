@@ -452,7 +452,7 @@ class LDTPipelineEngine(PipelineEngine):
             del self._inputs[key]
 
     def _roots(self, key: Key) -> list[tuple[Tensor, Tensor | None]]:
-        """Where a backward pass starts: each tensor with its gradient. Here, and only here, the loss is divided by M."""
+        """Where a backward pass starts: tensors and their gradients. Only here is a loss divided by M."""
         if key in self._losses:
             return [(self._losses.pop(key) / self._current.plan.shape.num_micro_batches, None)]
         outputs = self._flowing(key[0], self._outputs.pop(key))

@@ -1,7 +1,8 @@
 """A small model as a list of layers, its data, and the oracle: the same model unsplit in one process.
 
 The oracle knows nothing of ds_ldt: plain torch modules, torch's own `DistributedSampler` for the samples of each
-domain, and one backward pass per micro-batch with the loss divided by the number of micro-batches of the whole global batch.
+domain, and one backward pass per micro-batch with the loss divided by the number of micro-batches of the whole global
+batch.
 """
 
 from __future__ import annotations

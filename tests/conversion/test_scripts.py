@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_scripts_convert_there_and_back(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf, config, edge, cloud, out = (str(model / name) for name in ("hf", "config.json", "edge", "cloud", "out"))
-    assert hf_to_ds_ldt(["--hf", hf, "--config", config, "--edge", edge, "--cloud", cloud]) == 0
+    assert hf_to_ds_ldt(["--hf", hf, "--config", config, "--out-edge", edge, "--out-cloud", cloud]) == 0
     assert f"edge: layers [0, 1, 4, 5] of 7 in {edge}\ncloud: layers [2, 3] of 7 in {cloud}" in capsys.readouterr().out
     assert ds_ldt_to_hf(["--edge", edge, "--cloud", cloud, "--hf-config", hf, "--out", out]) == 0
     assert f"wrote 1 file of weights to {out}" in capsys.readouterr().out
@@ -47,9 +47,9 @@ def test_scripts_convert_there_and_back(model: Path, capsys: pytest.CaptureFixtu
 
 def test_errors_are_one_message_and_status_1(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf, config, edge = str(model / "hf"), str(model / "config.json"), str(model / "edge")
-    assert hf_to_ds_ldt(["--hf", str(model / "nowhere"), "--config", config, "--edge", edge]) == 1
+    assert hf_to_ds_ldt(["--hf", str(model / "nowhere"), "--config", config, "--out-edge", edge]) == 1
     assert capsys.readouterr().err.startswith("hf_to_ds_ldt: Configuration error: model: found no ")
-    assert hf_to_ds_ldt(["--hf", hf, "--config", str(model / "no.json"), "--edge", edge]) == 1
+    assert hf_to_ds_ldt(["--hf", hf, "--config", str(model / "no.json"), "--out-edge", edge]) == 1
     assert "no.json" in capsys.readouterr().err
     assert ds_ldt_to_hf(["--edge", edge, "--cloud", edge, "--out", str(model / "out")]) == 1
     assert capsys.readouterr().err == f"ds_ldt_to_hf: {edge} is not a directory\n"
@@ -59,7 +59,7 @@ def test_script_without_a_target_shows_its_usage(model: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit) as raised:
         hf_to_ds_ldt(["--hf", str(model / "hf"), "--config", str(model / "config.json")])
     assert raised.value.code == 2
-    assert "at least one of --edge and --cloud" in capsys.readouterr().err
+    assert "at least one of --out-edge and --out-cloud" in capsys.readouterr().err
 
 
 def test_script_runs_from_a_checkout_without_a_traceback(model: Path) -> None:

@@ -73,7 +73,7 @@ def test_every_boundary_may_have_a_width_of_its_own(groups: GroupPool) -> None:
     check_scenario(groups, "widths")
 
 
-@pytest.mark.parametrize(("frozen", "reaches_stage_1"), [([0], True), ([1, 2], True), ([0, 1], False)])
+@pytest.mark.parametrize("frozen, reaches_stage_1", [([0], True), ([1, 2], True), ([0, 1], False)])
 def test_S03_S46_a_frozen_site_trains_nothing_and_nobody_waits_for_it(
     groups: GroupPool, frozen: list[int], reaches_stage_1: bool
 ) -> None:
@@ -85,9 +85,7 @@ def test_S03_S46_a_frozen_site_trains_nothing_and_nobody_waits_for_it(
     assert (ranks[2]["gradients"] > 0) == reaches_stage_1
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sizes"), [(3, {"num_domains": 2}), (4, {"num_domains": 2, "num_replicas": 2})]
-)
+@pytest.mark.parametrize("world_size, sizes", [(3, {"num_domains": 2}), (4, {"num_domains": 2, "num_replicas": 2})])
 def test_S07_outputs_meet_the_labels_of_their_own_sample(
     groups: GroupPool, world_size: int, sizes: dict[str, int]
 ) -> None:

@@ -54,7 +54,7 @@ def test_S13_a_failure_in_the_cloud_reaches_the_edge_at_once(groups: GroupPool) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "fact"),
+    "changes, fact",
     [
         ({"gradient_clipping": 0.5}, "gradient_clipping"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),

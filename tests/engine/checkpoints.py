@@ -1,0 +1,107 @@
+"""Targets about checkpoints of the engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ds_ldt
+from tests.engine.behaviour import as_bf16
+from tests.engine.cases import toy_engine, weights_of
+from tests.toy import Points, domain_batches
+
+
+def site_directory(root: str) -> str:
+    """A directory of each site's own."""
+    return f"{root}/{'edge' if dist.get_rank() == 0 else 'cloud'}"
+
+
+def data(settings: dict[str, Any], skip: int) -> Any:
+    """This replica's micro-batches, from the `skip`-th on (E = 1)."""
+    domains = settings["ldt"]["cloud"]["data_parallel_size"]
+    streams = [domain_batches(Points(96), d, domains, 2) for d in range(domains)]
+    drawn = (next(stream) for _ in range(1000) for stream in streams)
+    for _ in range(skip):
+        next(drawn)
+    return drawn if dist.get_rank() == 0 else None
+
+
+def resume(settings: dict[str, Any], root: str, steps: int) -> dict[str, Any]:
+    """Train 2n steps; then n steps, save, load into a new engine, n more: what each run ends with."""
+    batch_fn = as_bf16 if "bf16" in settings else None
+    per_step = settings["gradient_accumulation_steps"] * settings["ldt"]["cloud"]["data_parallel_size"]
+    whole = toy_engine(settings, batch_fn=batch_fn)
+    whole.set_dataiterator(data(settings, 0))
+    losses = [whole.train_batch().item() for _ in range(2 * steps)]
+
+    first = toy_engine(settings, batch_fn=batch_fn)
+    first.set_dataiterator(data(settings, 0))
+    for _ in range(steps):
+        first.train_batch()
+    first.save_checkpoint(site_directory(root), client_state={"epoch": 3})
+    first.save_checkpoint(site_directory(root), tag="again", save_latest=False)
+    second = toy_engine(settings, batch_fn=batch_fn, base_seed=99)
+    path, client_state = second.load_checkpoint(site_directory(root))
+    second.set_dataiterator(data(settings, per_step * steps))
+    resumed = [second.train_batch().item() for _ in range(steps)]
+    return {
+        "losses": losses,
+        "resumed": resumed,
+        "weights": [weights_of(whole), weights_of(second)],
+        "lr": [whole.get_lr(), second.get_lr()],
+        "steps": second.global_steps,
+        "path": path,
+        "client_state": client_state,
+    }
+
+
+def failures(settings: dict[str, Any], root: str) -> dict[str, Any]:
+    """Every way in which a checkpoint can be incomplete, and what each rank is told."""
+    engine = toy_engine(settings)
+    mine = site_directory(root)
+    edge = dist.get_rank() == 0
+    told: dict[str, Any] = {"nothing there": engine.load_checkpoint(mine)}
+
+    def expect(name: str, action: Any) -> None:
+        try:
+            action()
+            told[name] = "no error"
+        except ds_ldt.CheckpointError as error:
+            told[name] = str(error)
+        dist.barrier()
+
+    engine.train_batch()
+    expect("tags", lambda: engine.save_checkpoint(mine, tag="a" if edge else "b"))
+    engine.save_checkpoint(mine, tag="good")
+    expect(
+        "reserved", lambda: engine.save_checkpoint(mine, tag="x", client_state={"optimizer": 1} if not edge else {})
+    )
+    expect("unknown tag", lambda: engine.load_checkpoint(mine, tag="other"))
+    if not edge:  # the cloud's disk is full, or read-only
+        Path(mine, ".full.cloud.partial").write_text("in the way")
+        Path(mine, "full").write_text("in the way")
+    dist.barrier()
+    expect("cannot write", lambda: engine.save_checkpoint(mine, tag="full"))
+    told["latest"] = Path(mine, "latest").read_text()
+    if edge:
+        os.remove(Path(mine, "good", "layer_00-model_states.pt"))
+    dist.barrier()
+    expect("missing file", lambda: engine.load_checkpoint(mine))
+    return told
+
+
+def same_directory(settings: dict[str, Any], root: str) -> list[str]:
+    """Both sites save into one directory, twice under one tag: the files that are there afterwards."""
+    engine = toy_engine(settings)
+    for _ in range(2):
+        engine.train_batch()
+        engine.save_checkpoint(root, tag="t")
+    engine.load_checkpoint(root, tag="t")
+    assert engine.global_steps == 2
+    state = torch.load(f"{root}/t/mp_rank_{engine.stage_id:02d}_model_states.pt", weights_only=True)
+    assert state["global_steps"] == 2
+    return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file())

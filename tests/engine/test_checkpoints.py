@@ -1,0 +1,68 @@
+"""Checkpoints over two sites: what is saved comes back, and what cannot be saved or loaded is said on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.cases import config, layout
+from tests.harness import GroupPool
+
+TARGETS = "tests.engine.checkpoints:"
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 6}}
+
+
+@pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
+    groups: GroupPool, tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    settings = config(layout(2, 2), num_domains=2, optimizer="AdamW", scheduler=WARMUP, **extra)
+    ranks = groups.run(3, TARGETS + "resume", settings, str(tmp_path), 3, deadline_s=90)
+    for rank in ranks:
+        assert rank["resumed"] == rank["losses"][3:]
+        whole, resumed = rank["weights"]
+        for index, layer in whole.items():
+            for name, value in layer.items():
+                assert torch.equal(value, resumed[index][name]), f"layer {index} {name}"
+        assert rank["lr"][0] == rank["lr"][1]
+        assert rank["steps"] == 6
+        assert rank["client_state"] == {"epoch": 3}
+        assert Path(rank["path"]).name == "global_step3"
+    assert {path.name for path in (tmp_path / "edge" / "again").glob("layer_*")} == {
+        f"layer_{index:02d}-model_states.pt" for index in (0, 1, 3, 4)
+    }
+    assert [path.name for path in (tmp_path / "cloud" / "again").glob("layer_*")] == ["layer_02-model_states.pt"]
+
+
+def test_an_incomplete_checkpoint_is_refused_on_every_rank_and_harms_no_earlier_one(
+    groups: GroupPool, tmp_path: Path
+) -> None:
+    edge, cloud = groups.run(2, TARGETS + "failures", config(layout(2, 2)), str(tmp_path), deadline_s=90)
+    for told in (edge, cloud):
+        assert told["nothing there"] == (None, None)
+        assert "the edge saves tag 'a' and the cloud 'b'" in told["tags"]
+        assert "no committed checkpoint with tag 'other' on both sites" in told["unknown tag"]
+        assert "['good']" in told["unknown tag"]
+        assert told["latest"] == "good"
+    assert "client_state holds ['optimizer']" in cloud["reserved"]
+    assert "1 other rank(s) failed" in edge["reserved"]
+    assert "in the way" not in edge["cannot write"]
+    assert "1 other rank(s) failed" in edge["cannot write"]
+    assert "could not" in cloud["cannot write"]
+    assert "layer_00-model_states.pt is missing" in edge["missing file"]
+    assert "other rank(s) failed" in cloud["missing file"]
+
+
+def test_both_sites_may_save_into_one_directory_and_overwrite_a_tag(groups: GroupPool, tmp_path: Path) -> None:
+    files, _ = groups.run(2, TARGETS + "same_directory", config(layout(2, 2)), str(tmp_path), deadline_s=60)
+    assert files == [
+        "latest",
+        *[f"t/layer_{index:02d}-model_states.pt" for index in range(5)],
+        "t/ldt_checkpoint_cloud.json",
+        "t/ldt_checkpoint_edge.json",
+        "t/mp_rank_00_model_states.pt",
+        "t/mp_rank_01_model_states.pt",
+    ]
