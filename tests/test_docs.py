@@ -1,0 +1,297 @@
+"""What the documentation says is what the code does: links, code blocks, keys, defaults, options, pictures."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import ds_ldt
+from ds_ldt.config import LDTConfig
+from ds_ldt.layout import Layout
+from ds_ldt.plan import Costs, PipelineShape, build_plan, lower_bound, simulate
+from tests.harness import ROOT, run_group
+
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs/architecture.md"
+PICTURES = ROOT / "docs/pictures"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+SOURCE_PATH = re.compile(r"`((?:ds_ldt|ds_configs|checkpoint|docs|examples|tests)/[\w./-]*|[\w-]+\.(?:cfg|toml|txt))`")
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the fenced blocks of a language, without the indentation of the list they stand in."""
+    found = [(match[1], match[3]) for match in FENCE.finditer(text) if match[2] == language]
+    return [re.sub(rf"^{indent}", "", body, flags=re.M) for indent, body in found]
+
+
+def prose(text: str) -> str:
+    """Return a text without its fenced blocks."""
+    return FENCE.sub("", text)
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(text), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Return the links within the repository that lead nowhere."""
+    broken = []
+    for target in LINK.findall(prose(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        destination = (path.parent / file).resolve() if file else path
+        if not destination.exists() or (anchor and anchor not in anchors(read(destination))):
+            broken.append(target)
+    return broken
+
+
+def table(text: str, first_heading: str) -> list[list[str]]:
+    """Return the cells of the rows below the heading of the table that begins with this column."""
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line.startswith(f"| {first_heading} |"):
+            next(lines)
+            break
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+# --- links and paths ------------------------------------------------------------------------------------------------
+
+
+def test_broken_links_are_noticed() -> None:
+    text = "[a](nowhere.md) [b](CONTRIBUTING.md) [c](#no-such) [d](https://example.org)\n# Such\n[e](#limits-of-this)"
+    assert broken_links(README, text) == ["nowhere.md", "#no-such", "#limits-of-this"]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_links_resolve(path: Path) -> None:
+    assert not broken_links(path, read(path))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_files_that_are_named_exist(path: Path) -> None:
+    named = [name for name in SOURCE_PATH.findall(read(path)) if "NAME" not in name and "..." not in name]
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_architecture_gives_every_module_its_place() -> None:
+    entries = [path for path in (ROOT / "ds_ldt").iterdir() if not path.name.startswith(("_", "py.typed"))]
+    names = {f"ds_ldt/{path.name}{'/' if path.is_dir() else ''}" for path in entries}
+    assert len(names) > 20
+    rows = table(read(ARCHITECTURE), "layer")
+    placed = [name for row in rows for name in SOURCE_PATH.findall(row[1])]
+    assert sorted(placed) == sorted(names)
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs/decisions"
+    listed = set(LINK.findall(read(folder / "README.md")))
+    assert listed == {path.name for path in folder.glob("*.md")} - {"README.md"}
+
+
+# --- code -----------------------------------------------------------------------------------------------------------
+
+
+def unknown_names(source: str) -> list[str]:
+    """Return what a code block takes from ds_ldt or ds_ldt.models without their exporting it."""
+    unknown = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = ast.unparse(node.value)
+        if owner == "ds_ldt" and node.attr not in ds_ldt.__all__:
+            unknown.append(f"ds_ldt.{node.attr}")
+        if owner == "ds_ldt.models" and node.attr not in ds_ldt.models.__all__:
+            unknown.append(f"ds_ldt.models.{node.attr}")
+    return unknown
+
+
+def test_unknown_names_are_noticed() -> None:
+    assert unknown_names("import ds_ldt\nds_ldt.initialise()\nds_ldt.models.from_hub()\nds_ldt.initialize()") == [
+        "ds_ldt.initialise",
+        "ds_ldt.models.from_hub",
+    ]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_python_blocks_compile_and_use_what_is_exported(path: Path) -> None:
+    sources = blocks(read(path), "python")
+    assert sources or path != README
+    for source in sources:
+        compile(source, str(path), "exec")
+        assert not unknown_names(source)
+
+
+def run_readme_example(folder: str) -> dict[str, Any]:
+    """Run the first Python block of the README on this rank."""
+    os.chdir(folder)
+    scope: dict[str, Any] = {}
+    exec(compile(blocks(read(README), "python")[0], "README.md", "exec"), scope)
+    engine = scope["engine"]
+    return {
+        "steps": engine.global_steps,
+        "batch": engine.train_batch_size(),
+        "numbers": [float(scope[name]) for name in ("loss", "norm", "held_out_loss")],
+        "path": scope["path"],
+        "data": scope["dataloader"] is not None,
+    }
+
+
+@pytest.mark.distributed
+def test_readme_example_trains(tmp_path: Path) -> None:
+    ranks = run_group(3, "tests.test_docs:run_readme_example", str(tmp_path), deadline_s=180)
+    assert all(rank["numbers"] == ranks[0]["numbers"] for rank in ranks), "not equal on every rank, as the README says"
+    assert all(0 < number < 10 for number in ranks[0]["numbers"])
+    assert all((rank["steps"], rank["batch"]) == (3, 4 * 2 * 2) for rank in ranks)
+    assert all(rank["path"] == "checkpoint/global_step3" for rank in ranks)
+    assert [rank["data"] for rank in ranks] == [True, False, False]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of every command in shell blocks."""
+    for block in blocks(text, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = line.split("#")[0].split()
+            if words:
+                yield words
+
+
+def unknown_options(words: list[str]) -> list[str]:
+    """Return the options of a command that none of the repository's scripts in it mentions."""
+    scripts = [ROOT / word for word in words if word.endswith((".sh", ".py")) and (ROOT / word).is_file()]
+    known = "".join(map(read, scripts)) + ("--hostfile --interface" if scripts else "")
+    if any(script.name in ("run_edge.sh", "run_cloud.sh") for script in scripts):
+        known += read(ROOT / "examples/run_site.sh")
+    if "deepspeed" in words:
+        known += "--no_ssh --node_rank --hostfile --master_addr --master_port"
+    options = [word.split("=")[0] for word in words if word.startswith("--")]
+    return [option for option in options if not re.search(rf"{option}\b(?!-)", known)]
+
+
+def test_unknown_options_are_noticed() -> None:
+    assert unknown_options(["python", "checkpoint/ds_ldt_to_hf.py", "--edge", "A", "--brink", "B"]) == ["--brink"]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=NAMES)
+def test_documented_commands_name_scripts_and_options_that_exist(path: Path) -> None:
+    for words in commands(read(path)):
+        scripts = [word for word in words if re.fullmatch(r"(examples|tests|checkpoint|docs)/[\w/]+\.(sh|py)", word)]
+        assert not [script for script in scripts if not (ROOT / script).is_file()], words
+        assert not unknown_options(words), words
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def settings_of(section: type[BaseModel], values: Any, prefix: str) -> dict[str, str]:
+    """Return key path -> default as JSON for every setting of a section."""
+    found: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        default = field.default if values is None else getattr(values, name)
+        if isinstance(default, BaseModel):
+            found |= settings_of(type(default), default, f"{prefix}.{name}")
+        else:
+            found[f"{prefix}.{name}"] = "required" if field.is_required() else json.dumps(default)
+    return found
+
+
+def test_readme_lists_every_setting_with_its_default() -> None:
+    rows = table(read(README), "key")
+    assert {key.strip("`"): default.strip("`") for key, default, _ in rows} == settings_of(LDTConfig, None, "ldt")
+    assert all(meaning for _, _, meaning in rows)
+
+
+def test_readme_quotes_the_default_clipping_of_deepspeed() -> None:
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+
+    assert f"- `gradient_clipping` is **{GRADIENT_CLIPPING_DEFAULT}** in DeepSpeed" in read(README)
+
+
+def test_readme_names_every_family() -> None:
+    sentence = re.search(r"Supported families:(.*?)\(", read(README), re.S)
+    assert sentence is not None
+    assert set(ds_ldt.models.FAMILIES) <= set(re.findall(r"\w+", sentence[1].lower()))
+
+
+# --- statements and pictures ----------------------------------------------------------------------------------------
+
+
+def test_readme_prints_the_wire_schema_of_every_family() -> None:
+    statements = blocks(read(README), "text")
+    for family in ds_ldt.models.FAMILIES.values():
+        assert family.wire_schema().describe() + "\n" in statements
+
+
+def test_readme_states_limits_of_the_split() -> None:
+    text = " ".join(read(README).split())
+    for phrase in (
+        "This is not secrecy.",
+        "| tokens recovered | 99% | 96% | 92% | 82% | 70% |",
+        "nothing is encrypted",
+    ):
+        assert phrase in text
+
+
+def make_pictures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_pictures", PICTURES / "make_pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_what_their_script_draws() -> None:
+    drawn = make_pictures().pictures()
+    assert {path.name for path in PICTURES.glob("*.svg")} == set(drawn)
+    for name, content in drawn.items():
+        assert read(PICTURES / name) == content, "draw it anew: python docs/pictures/make_pictures.py"
+
+
+def test_the_picture_of_the_schedule_shows_every_compute() -> None:
+    maker = make_pictures()
+    shape = maker.shape_of()
+    num_computes = 2 * shape.num_virtual_stages * shape.num_micro_batches * shape.num_domains
+    legend = 2 * 6
+    assert maker.schedule().count('rx="0"') == num_computes + legend
+
+
+def test_quoted_reach_of_the_policy_is_what_the_simulator_gives() -> None:
+    (row,) = table(read(ARCHITECTURE), "L")
+    layout = Layout.build([[2, 9, 9, 8], [2, 0, 0, 0]], num_leading=1, num_trailing=2)
+    shape = PipelineShape.from_layout(layout, num_micro_batches=32, num_domains=1, num_replicas=1)
+    plan = build_plan(shape, policy="ldt_1f1b")
+    reach = []
+    for latency in (0, 0.25, 0.5, 1, 2, 4):
+        costs = Costs.uniform(shape, edge=0.25, cloud=1, latency=latency)
+        reach.append(lower_bound(shape, costs) / simulate(plan, costs).makespan)
+    assert row[1:] == [f"{value:.2f}" for value in reach]
+    sentence = re.search(r"in simulation \(.*?\.\n", read(README), re.S)
+    assert sentence is not None
+    assert re.findall(r"\b0\.\d\d\b", sentence[0]) == row[4:]
