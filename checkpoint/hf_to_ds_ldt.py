@@ -32,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("at least one of --out-edge and --out-cloud is required")
     try:
         manifests = convert_to_layers(
-            options.hf, config=options.config, edge=options.out_edge, cloud=options.out_cloud, overwrite=options.overwrite
+            options.hf,
+            config=options.config,
+            edge=options.out_edge,
+            cloud=options.out_cloud,
+            overwrite=options.overwrite,
         )
     except (LDTError, OSError) as error:
         print(f"hf_to_ds_ldt: {error}", file=sys.stderr)

@@ -6,9 +6,12 @@ trains something else than either file says.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from deepspeed.runtime.config import get_gradient_clipping
 
 from ds_ldt.config import JobConfig
 from ds_ldt.errors import ConfigError, ConfigProblem
@@ -17,7 +20,10 @@ from ds_ldt.reduce import bounded, exchange_text
 from ds_ldt.wire import WireSchema
 
 # What decides the arithmetic of a step. Paths, monitors and printing may differ between the sites.
-_SHARED_SETTINGS = ("gradient_clipping", "optimizer", "scheduler", "bf16", "zero_optimization", "data_types")
+_SHARED_SETTINGS = ("optimizer", "scheduler", "bf16", "zero_optimization", "data_types")
+
+_LONGEST_FACT = 300
+"""Characters; a longer fact is compared by its digest, so that all of them fit into one message."""
 
 
 def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[str, str]:
@@ -31,10 +37,17 @@ def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[s
         "ldt.cloud": job.ldt.cloud.model_dump(),
         "ldt.schedule": job.ldt.schedule.model_dump(),
         "ldt.loss_reduction": job.ldt.loss_reduction,
+        "gradient_clipping": get_gradient_clipping(job.deepspeed),
         "wire schema": [[str(t) for t in wire.tensors], wire.uniform],
         **{key: job.deepspeed[key] for key in _SHARED_SETTINGS if key in job.deepspeed},
     }
-    return {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
+    return {name: _short(json.dumps(value, sort_keys=True, default=str)) for name, value in facts.items()}
+
+
+def _short(text: str) -> str:
+    if len(text) <= _LONGEST_FACT:
+        return text
+    return f"{text[:80]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def differences(edge: Mapping[str, str], cloud: Mapping[str, str]) -> list[ConfigProblem]:

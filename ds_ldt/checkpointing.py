@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from deepspeed.utils import logger
 
 from ds_ldt.errors import CheckpointError
-from ds_ldt.reduce import bounded, exchange_text, sum_over_sites
+from ds_ldt.reduce import MAX_TEXT_BYTES, bounded, exchange_text, sum_over_sites
 
 if TYPE_CHECKING:
     from ds_ldt.engine import LDTPipelineEngine
@@ -62,7 +62,7 @@ def save(
     staging = root / f".{name}.{engine.site}.partial"
     with bounded("save_checkpoint", engine.grid):
         _agree_on_tag(engine, name)
-        _together(engine, f"prepare {staging}", lambda: _fresh(staging), leaders_only=True)
+        _together(engine, f"prepare {staging}", lambda: _prepare(root, staging, engine.site), leaders_only=True)
         _together(
             engine,
             f"write checkpoint {name!r} in {root}",
@@ -161,9 +161,10 @@ def _together(
         raise CheckpointError(f"could not {what}: {count} other rank(s) failed; their messages say why")
 
 
-def _fresh(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+def _prepare(root: Path, staging: Path, site: str) -> None:
+    _put_back(root, site)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
 
 
 def _write_rank_files(
@@ -210,17 +211,18 @@ def _write(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _commit(engine: LDTPipelineEngine, staging: Path, target: Path) -> None:
-    """Move the files of this site into the tag directory, its manifest last."""
+    """Move the files of this site into the tag directory, its manifest last.
+
+    An earlier checkpoint of the same tag is put aside until the new one is complete; :func:`_put_back` returns it if
+    this process ends in between.
+    """
     target.mkdir(parents=True, exist_ok=True)
     manifest = target / manifest_name(engine.site)
-    manifest.unlink(missing_ok=True)
+    previous = _aside(target, engine.site)
+    if manifest.is_file():
+        _move([manifest.name, *json.loads(manifest.read_text())["files"]], target, previous)
     files = sorted(path.name for path in staging.iterdir())
-    stages = (0,) if engine.site == "edge" else tuple(range(1, engine.num_stages))
-    for path in target.glob("*.pt"):  # of an earlier checkpoint of this tag
-        if path.name not in files and _belongs_to(path.name, engine, stages):
-            path.unlink()
-    for name in files:
-        os.replace(staging / name, target / name)
+    _move(files, staging, target)
     staging.rmdir()
     content = {
         "format": FORMAT,
@@ -231,13 +233,29 @@ def _commit(engine: LDTPipelineEngine, staging: Path, target: Path) -> None:
         "files": files,
     }
     _replace_text(manifest, json.dumps(content, indent=2) + "\n")
+    shutil.rmtree(previous, ignore_errors=True)
 
 
-def _belongs_to(name: str, engine: LDTPipelineEngine, stages: tuple[int, ...]) -> bool:
-    if name.startswith("layer_"):
-        index = int(name.removeprefix("layer_").split("-")[0])
-        return index < engine.module.layout.num_layers and engine.module.stage_owner(index) in stages
-    return any(f"mp_rank_{stage:02d}_" in name for stage in stages)
+def _aside(target: Path, site: str) -> Path:
+    return target.with_name(f".{target.name}.{site}.previous")
+
+
+def _move(names: Iterable[str], source: Path, destination: Path) -> None:
+    """Move files; the order matters where the first or the last is a manifest."""
+    destination.mkdir(exist_ok=True)
+    for name in names:
+        os.replace(source / name, destination / name)
+
+
+def _put_back(root: Path, site: str) -> None:
+    """Return checkpoints that were put aside by a commit which did not come to its end."""
+    for previous in root.glob(f".*.{site}.previous"):
+        target = root / previous.name.removeprefix(".").removesuffix(f".{site}.previous")
+        manifest = previous / manifest_name(site)
+        if not (target / manifest.name).is_file() and manifest.is_file():
+            names = [path.name for path in previous.iterdir() if path != manifest]
+            _move([*names, manifest.name], previous, target)
+        shutil.rmtree(previous)
 
 
 def _write_latest(root: Path, name: str) -> None:
@@ -260,8 +278,11 @@ def _replace_text(path: Path, text: str) -> None:
 
 def _common_tag(engine: LDTPipelineEngine, root: Path, wanted: str | None) -> str | None:
     """The wanted tag if both sites hold it, else the newest that both hold."""
-    mine = committed_tags(root, engine.site) if engine.grid.is_site_leader else {}
-    edge, cloud = (dict(json.loads(text)) for text in exchange_text(json.dumps(_newest(mine)), engine.grid))
+    mine: dict[str, int] = {}
+    if engine.grid.is_site_leader:
+        _put_back(root, engine.site)
+        mine = committed_tags(root, engine.site)
+    edge, cloud = (dict(json.loads(text)) for text in exchange_text(_newest(mine), engine.grid))
     if not edge and not cloud and wanted is None:
         return None
     common = {tag: step for tag, step in edge.items() if cloud.get(tag) == step and wanted in (None, tag)}
@@ -274,8 +295,12 @@ def _common_tag(engine: LDTPipelineEngine, root: Path, wanted: str | None) -> st
     return max(common, key=lambda tag: (common[tag], tag))
 
 
-def _newest(tags: Mapping[str, int], limit: int = 50) -> dict[str, int]:
-    return dict(sorted(tags.items(), key=lambda item: item[1])[-limit:])
+def _newest(tags: Mapping[str, int]) -> str:
+    """As many of the newest tags as fit into a text that the sites exchange."""
+    kept = dict(sorted(tags.items(), key=lambda item: item[1]))
+    while len(json.dumps(kept).encode()) > MAX_TEXT_BYTES:
+        del kept[next(iter(kept))]
+    return json.dumps(kept)
 
 
 def _read_rank_files(engine: LDTPipelineEngine, directory: Path, strict: bool) -> dict[str, Any]:

@@ -230,7 +230,8 @@ class LDTPipelineEngine(PipelineEngine):
             return_logits: also return the outputs of the last layer (edge only; None in the cloud).
             compute_loss: apply the loss function; without it the outputs of the last layer are returned, as a list.
             reduce_output: ``"avg"`` for the mean over all micro-batches and domains, None for the list of this
-                replica's values.
+                replica's values. With ``loss_reduction`` "token" each value carries its weight, so that in both cases
+                the plain mean of all values is the mean over targets.
             bcast_loss: kept for DeepSpeed's signature; a mean is always the same on every rank.
             num_micro_batches: micro-batches per domain; default M.
 

@@ -79,15 +79,7 @@ def link_failure(
     """
     sends = channel.source == rank
     peer = channel.destination if sends else channel.source
-    said = str(error)
-    if "imed out" in said or "timeout" in said.lower():
-        what = f"rank {peer} was silent"
-        hint = (
-            "Raise ldt.timeout_s if the peer is only slow; else look at its log, it may be stuck or in another call."
-        )
-    else:
-        what = f"rank {peer} is gone or closed the connection"
-        hint = f"Look for the first error in the log of rank {peer}."
+    what, hint = silent_or_gone(peer, error)
     return LinkError(
         f"rank {rank}: {what} while this rank waited {waited_s:.1f} s "
         f"{'for it to take' if sends else 'to receive from it'} micro_batch {micro_batch} of the {channel} "

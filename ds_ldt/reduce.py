@@ -19,6 +19,9 @@ from torch import Tensor
 from ds_ldt.errors import LinkError
 from ds_ldt.grid import LDTPipelineGrid
 
+MAX_TEXT_BYTES = 8192
+"""Longest text that the sites can exchange, in bytes of UTF-8."""
+
 
 @contextmanager
 def bounded(what: str, grid: LDTPipelineGrid) -> Iterator[None]:
@@ -90,7 +93,8 @@ def global_norm(gradients: Sequence[Tensor], grid: LDTPipelineGrid, extra: Tenso
     return summed[0].sqrt(), summed[1:]
 
 
-_TEXT_BYTES = 8192
+MAXMAX_TEXT_BYTES = 8192
+"""Longest text that the sites can exchange, in bytes of UTF-8."""
 
 
 def exchange_text(text: str, grid: LDTPipelineGrid) -> list[str]:
@@ -109,9 +113,9 @@ def exchange_text(text: str, grid: LDTPipelineGrid) -> list[str]:
         ValueError: the text is too long.
     """
     encoded = text.encode()
-    if len(encoded) > _TEXT_BYTES:
-        raise ValueError(f"{len(encoded)} bytes of text to exchange between the sites, at most {_TEXT_BYTES} fit")
-    both = torch.zeros(2, _TEXT_BYTES, dtype=torch.uint8)
+    if len(encoded) > MAX_TEXT_BYTES:
+        raise ValueError(f"{len(encoded)} bytes of text to exchange between the sites, at most {MAX_TEXT_BYTES} fit")
+    both = torch.zeros(2, MAX_TEXT_BYTES, dtype=torch.uint8)
     if grid.is_site_leader:
         both[int(grid.site == "cloud"), : len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     summed = sum_over_sites(both.to(get_accelerator().current_device_name()), grid).cpu()

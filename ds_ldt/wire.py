@@ -158,8 +158,9 @@ class WireSchema:
         for boundary, declared in sorted((self.per_boundary or {}).items()):
             lines += _statement(f"boundary {boundary}", declared)
         lines += [
-            "Nothing else is sent: samples, token ids, labels, pixels, file names and the weights of the edge stay",
-            "there, unless a line above declares them.",
+            "Besides, the sites exchange the shapes of the micro-batches at the start of a step, the mean loss and",
+            "the gradient norm at its end, and once the settings that they must share. Samples, token ids, labels,",
+            "pixels, file names and the weights of the edge stay there, unless a line above declares them.",
             "What this does not promise: activations and gradients depend on the samples. A cloud operator who knows",
             "the base model can, with effort, recover much of the samples from them, even behind several edge layers.",
         ]
