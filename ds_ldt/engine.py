@@ -28,15 +28,12 @@ from ds_ldt.errors import ConfigError, LinkError
 from ds_ldt.intake import Intake, Step
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.optimizer import LDTBF16Optimizer
-from ds_ldt.plan import Instruction, PipelineShape, Plan, build_plan
+from ds_ldt.plan import Channel, PipelineShape, Plan, build_plan
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
-from ds_ldt.schedule import LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule
+from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule
 from ds_ldt.shapes import ShapeTracer
 from ds_ldt.transport import StreamGroups, Transport
 from ds_ldt.wire import WireGuard, signature_of
-
-Key = tuple[int, int, int]
-"""(virtual stage, micro-batch, domain): what every buffer of the engine is keyed by."""
 
 
 class LDTPipelineEngine(PipelineEngine):
@@ -51,6 +48,7 @@ class LDTPipelineEngine(PipelineEngine):
     """
 
     module: LDTPipelineModule
+    data_iterator: Any
 
     def __init__(self, *, training_data: Any = None, **kwargs: Any) -> None:
         self._under_construction = True
@@ -378,85 +376,80 @@ class LDTPipelineEngine(PipelineEngine):
 
     # -- instructions -----------------------------------------------------------------------------------------------
 
-    def _exec_load_micro_batch(self, buffer_id: int, instruction: Instruction) -> None:
+    def _exec_load_micro_batch(self, buffer_id: int, key: Key) -> None:
         """Move a micro-batch that the intake has drawn to the device: inputs for the head, labels for the tail."""
-        micro_batch, domain = buffer_id, instruction.domain
-        batch = self._current.batches[micro_batch, domain]
+        batch = self._current.batches[key.micro_batch, key.domain]
         batch.labels = _to_device(batch.labels, self.device)
         inputs = batch.inputs if isinstance(batch.inputs, tuple) else (batch.inputs,)
-        self._inputs[0, micro_batch, domain] = _to_device(inputs, self.device)
+        self._inputs[key] = _to_device(inputs, self.device)
         batch.inputs = None
 
-    def _exec_recv_activations(self, buffer_id: int, instruction: Instruction) -> None:
+    def _exec_recv_activations(self, buffer_id: int, key: Key, channel: Channel) -> None:
         """Take a payload from its channel; what carries a gradient becomes a leaf of this virtual stage's graph."""
-        tensors = self.transport.receive(instruction.channel, buffer_id)
-        boundary = instruction.channel.boundary
-        if torch.is_grad_enabled() and self._gradient_boundaries[boundary]:
-            for tensor, declared in zip(tensors, self.module.wire.tensors_at(boundary), strict=False):
-                tensor.requires_grad_(declared.gradient)
-        self._inputs[_key(instruction)] = tensors
+        tensors = self.transport.receive(channel, key.micro_batch)
+        if torch.is_grad_enabled() and self._gradient_boundaries[channel.boundary]:
+            for tensor in self._flowing(channel.boundary, tensors):
+                tensor.requires_grad_()
+        self._inputs[key] = tensors
 
-    def _exec_forward_pass(self, buffer_id: int, instruction: Instruction) -> None:
+    def _exec_forward_pass(self, buffer_id: int, key: Key) -> None:
         """Run one virtual stage; on the tail this ends in the loss."""
-        key = _key(instruction)
         inputs = self._inputs[key] if torch.is_grad_enabled() else self._inputs.pop(key)
-        outputs = self.module(inputs if len(inputs) > 1 else inputs[0], virtual_stage=instruction.virtual_stage)
-        if instruction.virtual_stage == self.module.layout.num_boundaries:
+        outputs = self.module(inputs if len(inputs) > 1 else inputs[0], virtual_stage=key.virtual_stage)
+        if key.virtual_stage == self.module.layout.num_boundaries:
             self._finish_forward(key, outputs)
         else:
             self._outputs[key] = outputs if isinstance(outputs, tuple) else (outputs,)
 
     def _finish_forward(self, key: Key, outputs: Any) -> None:
         """Turn the tail's outputs into a loss and keep it under its own key: several are in flight."""
-        batch = self._current.batches.pop(key[1:])
+        place = (key.micro_batch, key.domain)
+        batch = self._current.batches.pop(place)
         loss = outputs
         if self._compute_loss:
             loss = self.module.loss_fn(outputs, batch.labels) if self.module.loss_fn is not None else outputs
             loss = loss * batch.loss_weight if batch.loss_weight != 1.0 else loss
-        self._results[key[1:]] = loss.detach()
+        self._results[place] = loss.detach()
         if self.eval_return_logits:
-            self._logits[key[1:]] = outputs
+            self._logits[place] = outputs
         if torch.is_grad_enabled():
             self._losses[key] = loss
 
-    def _exec_send_activations(self, buffer_id: int, instruction: Instruction) -> None:
+    def _exec_send_activations(self, buffer_id: int, key: Key, channel: Channel) -> None:
         """Hand the outputs of a virtual stage to the channel; without a backward pass nothing else needs them."""
-        key = _key(instruction)
         outputs = self._outputs[key] if torch.is_grad_enabled() else self._outputs.pop(key)
-        self._check_announced(instruction, outputs)
-        self.transport.send(instruction.channel, buffer_id, outputs)
+        self._check_announced(key, outputs)
+        self.transport.send(channel, key.micro_batch, outputs)
 
-    def _check_announced(self, instruction: Instruction, outputs: tuple[Tensor, ...]) -> None:
-        boundary = instruction.channel.boundary
-        announced = self._current.signatures[instruction.micro_batch, instruction.domain][boundary]
+    def _check_announced(self, key: Key, outputs: tuple[Tensor, ...]) -> None:
+        announced = self._current.signatures[key.micro_batch, key.domain][key.virtual_stage]
         found = signature_of(outputs)
         if [(t.dtype, t.shape) for t in found] != [(t.dtype, t.shape) for t in announced]:
             raise LinkError(
-                f"rank {self.global_rank}: {instruction}: the layers returned {_describe(found)}, but "
-                f"{_describe(announced)} was announced to the receiver at the start of the step. The shapes of a "
-                "boundary must follow from the shapes of the head's inputs; declare head_shapes= or "
-                "WireSchema(uniform=False) so that they are announced right."
+                f"rank {self.global_rank}: virtual stage {key.virtual_stage}, micro-batch {key.micro_batch} of domain "
+                f"{key.domain}: the layers returned {_describe(found)}, but {_describe(announced)} was announced to "
+                "the receiver at the start of the step. The shapes of a boundary must follow from the shapes of the "
+                "head's inputs; declare head_shapes= or WireSchema(uniform=False) so that they are announced right."
             )
 
-    def _exec_recv_grads(self, buffer_id: int, instruction: Instruction) -> None:
+    def _exec_recv_grads(self, buffer_id: int, key: Key, channel: Channel) -> None:
         """Take the gradients of a virtual stage's outputs from their channel."""
-        self._output_grads[_key(instruction)] = self.transport.receive(instruction.channel, buffer_id)
+        self._output_grads[key] = self.transport.receive(channel, key.micro_batch)
 
-    def _exec_backward_pass(self, buffer_id: int, instruction: Instruction) -> None:
+    def _exec_backward_pass(self, buffer_id: int, key: Key) -> None:
         """Backpropagate through one virtual stage, from its own loss or from the gradients received."""
-        key = _key(instruction)
         flowing = [(root, grad) for root, grad in self._roots(key) if root.requires_grad]
         if flowing:
             with self._accumulating():
                 torch.autograd.backward([root for root, _ in flowing], [grad for _, grad in flowing])
-        if key[0] == 0 or not self._gradient_boundaries[key[0] - 1]:
+        if key.virtual_stage == 0 or not self._gradient_boundaries[key.virtual_stage - 1]:
             del self._inputs[key]
 
     def _roots(self, key: Key) -> list[tuple[Tensor, Tensor | None]]:
         """Where a backward pass starts: tensors and their gradients. Only here is a loss divided by M."""
         if key in self._losses:
             return [(self._losses.pop(key) / self._current.plan.shape.num_micro_batches, None)]
-        outputs = self._flowing(key[0], self._outputs.pop(key))
+        outputs = self._flowing(key.virtual_stage, self._outputs.pop(key))
         grads = self._output_grads.pop(key, None)
         return list(zip(outputs, grads, strict=True)) if grads is not None else []
 
@@ -475,11 +468,11 @@ class LDTPipelineEngine(PipelineEngine):
         yield
         self.optimizer.update_hp_grads()
 
-    def _exec_send_grads(self, buffer_id: int, instruction: Instruction) -> None:
+    def _exec_send_grads(self, buffer_id: int, key: Key, channel: Channel) -> None:
         """Send the gradients of a virtual stage's inputs; one that got none goes as zeros, for it is awaited."""
-        inputs = self._flowing(instruction.channel.boundary, self._inputs.pop(_key(instruction)))
+        inputs = self._flowing(channel.boundary, self._inputs.pop(key))
         grads = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs)
-        self.transport.send(instruction.channel, buffer_id, grads)
+        self.transport.send(channel, key.micro_batch, grads)
 
     def _exec_reduce_grads(self) -> None:
         """Average the gradients over the replicas of this stage, then the norm and the loss over both sites."""
@@ -521,10 +514,6 @@ class LDTPipelineEngine(PipelineEngine):
         ds.RecvGrad: _exec_recv_grads,
         ds.ReduceGrads: _exec_reduce_grads,
     }
-
-
-def _key(instruction: Instruction) -> Key:
-    return (instruction.virtual_stage, instruction.micro_batch, instruction.domain)  # type: ignore[return-value]
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

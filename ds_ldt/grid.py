@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
@@ -35,11 +36,12 @@ class LDTTopology(ProcessTopology):
         if tensor_parallel_size > 1:
             self.axes.append("model")
             self.dims.append(tensor_parallel_size)
-        self.ProcessCoord = namedtuple("ProcessCoord", self.axes)  # noqa: N806  the name DeepSpeed uses
-        self.mapping = {}
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.mapping: dict[Any, int] = {}
         for rank in range(rank_map.world_size):
             coord = rank_map.coord(rank)
-            self.mapping[self.ProcessCoord(*(coord.stage, coord.data, coord.model)[: len(self.axes)])] = rank
+            place = [coord.stage, coord.data, coord.model][: len(self.axes)]
+            self.mapping[self.ProcessCoord(*place)] = rank
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Rank lists along ``axis``; along ``"pipe"`` there are D of them and edge ranks recur."""

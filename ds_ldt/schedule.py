@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from deepspeed.runtime.pipe import schedule as ds
 
@@ -19,6 +20,14 @@ _INSTRUCTION_OF: dict[Kind, type[ds.PipeInstruction]] = {
     Kind.REDUCE_GRADS: ds.ReduceGrads,
     Kind.OPTIMIZER_STEP: ds.OptimizerStep,
 }
+
+
+class Key(NamedTuple):
+    """What the engine's buffers are keyed by."""
+
+    virtual_stage: int
+    micro_batch: int
+    domain: int
 
 
 class LDTSchedule(ds.PipeSchedule):
@@ -56,10 +65,13 @@ class LDTInferenceSchedule(LDTSchedule):
 def lift(instruction: Instruction) -> ds.PipeInstruction:
     """Make the DeepSpeed instruction of a plan instruction.
 
-    Instructions about a micro-batch carry ``buffer_id`` (DeepSpeed's word for it: the micro-batch), and the plan's
-    ``instruction`` itself.
+    An instruction about a micro-batch carries ``buffer_id`` (DeepSpeed's word for it: the micro-batch), the ``key``
+    under which the engine holds what belongs to it, and, for a message, its ``channel``. Closing instructions carry
+    nothing.
     """
     kind = _INSTRUCTION_OF[instruction.kind]
-    if instruction.micro_batch is None:
+    virtual_stage, micro_batch, domain = instruction.virtual_stage, instruction.micro_batch, instruction.domain
+    if virtual_stage is None or micro_batch is None or domain is None:
         return kind()
-    return kind(buffer_id=instruction.micro_batch, instruction=instruction)
+    message = {} if instruction.channel is None else {"channel": instruction.channel}
+    return kind(buffer_id=micro_batch, key=Key(virtual_stage, micro_batch, domain), **message)

@@ -290,7 +290,7 @@ def run_group(
 class GroupPool:
     """Sessions with an initialised gloo group, by world size; never more than `max_processes` alive at once."""
 
-    max_processes: int = 8
+    max_processes: int = 9
     _sessions: dict[int, GroupSession] = field(default_factory=dict, init=False)
 
     def run(self, world_size: int, target: str, *args: Any, **options: Any) -> list[Any]:
