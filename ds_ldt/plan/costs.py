@@ -1,47 +1,73 @@
-"""What the computes and the messages of a plan cost: the input of the simulator, the bound and the list scheduler."""
+"""What the computes and the messages of a plan cost: the input of the simulator, the bound and the policies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 
 from ds_ldt.plan.instructions import Compute, Op
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
 
+Cell = tuple[int, int]
+"""(chunk, stage) of a virtual stage."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds of every compute and of every message.
+    """Seconds of every compute and of every message. Immutable and hashable: part of what a plan is made from.
 
-    Only hops that touch the edge cost anything: the cloud's own network is taken as free next to the link.
+    Unless `hop_latency` says otherwise only hops that touch the edge cost anything: the cloud's own network is taken
+    as free next to the link.
 
     Attributes:
         forward: (chunk, stage) of a virtual stage -> seconds of one forward.
         backward_ratio: Seconds of a backward over those of the forward. A virtual stage that no gradient reaches
             has nothing to do in its backward, which then costs nothing.
+        backward: (chunk, stage) -> seconds of one backward, where it is known better than by the ratio.
         latency: One-way seconds of a hop that touches the edge.
         bandwidth: Bytes per second of an edge replica, for each direction; None means unlimited. All messages that
             the replica sends share it, and so do all that it receives.
         message_bytes: Bytes of one activation or gradient message.
+        hop_latency: Boundary -> one-way seconds of its hops, in place of `latency` (or of 0 inside the cloud).
+        hop_bytes: Boundary -> bytes of one of its messages, in place of `message_bytes`.
+
+    Raises:
+        ValueError: A cost is negative or no number, which would let time run backwards.
     """
 
-    forward: Mapping[tuple[int, int], float]
+    forward: Mapping[Cell, float]
     backward_ratio: float = 2.0
+    backward: Mapping[Cell, float] = field(default_factory=dict)
     latency: float = 0.0
     bandwidth: float | None = None
     message_bytes: int = 0
+    hop_latency: Mapping[int, float] = field(default_factory=dict)
+    hop_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse negative costs, which would let time run backwards."""
-        numbers = {"backward_ratio": self.backward_ratio, "latency": self.latency, "message_bytes": self.message_bytes}
-        numbers |= {f"forward[{cell}]": seconds for cell, seconds in self.forward.items()}
-        for name, value in numbers.items():
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}; expected a number of at least 0")
+        """Copy the mappings, so that nobody changes them, and refuse negative costs."""
+        for name in ("forward", "backward", "hop_latency", "hop_bytes"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
+        for label, value in self._numbers():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{label} is {value}; expected a number of at least 0")
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise ValueError(
                 f"bandwidth is {self.bandwidth}; expected bytes per second above 0, or None for unlimited"
             )
+
+    def _numbers(self) -> Iterator[tuple[str, float]]:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, Mapping):
+                yield from ((f"{one.name}[{key}]", item) for key, item in value.items())
+            elif one.name != "bandwidth":
+                yield one.name, value
+
+    def __hash__(self) -> int:
+        """Hash the values, in an order that does not depend on how the mappings were made."""
+        values = (getattr(self, one.name) for one in fields(self))
+        return hash(tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values))
 
     @classmethod
     def uniform(
@@ -77,20 +103,30 @@ class Costs:
 
     def seconds(self, compute: Compute, shape: PipelineShape) -> float:
         """Return the seconds that a compute keeps its rank busy."""
-        virtual_stage = compute.virtual_stage
-        forward = self.forward[shape.chunks[virtual_stage], shape.stages[virtual_stage]]
+        cell = shape.chunks[compute.virtual_stage], shape.stages[compute.virtual_stage]
         if compute.op is Op.FORWARD:
-            return forward
-        return forward * self.backward_ratio if shape.has_gradient(virtual_stage) else 0.0
+            return self.forward[cell]
+        if not shape.has_gradient(compute.virtual_stage):
+            return 0.0
+        known = self.backward.get(cell)
+        return self.forward[cell] * self.backward_ratio if known is None else known
 
-    @property
-    def transfer_seconds(self) -> float:
-        """Seconds for which one message occupies its direction of the link."""
-        return 0.0 if self.bandwidth is None else self.message_bytes / self.bandwidth
+    def bytes_over(self, boundary: int) -> int:
+        """Return the bytes of one message over a boundary."""
+        return self.hop_bytes.get(boundary, self.message_bytes)
+
+    def transfer_seconds(self, boundary: int) -> float:
+        """Return the seconds for which a message over a boundary occupies its direction of the link."""
+        return 0.0 if self.bandwidth is None else self.bytes_over(boundary) / self.bandwidth
+
+    def latency_seconds(self, boundary: int, shape: PipelineShape) -> float:
+        """Return the seconds that a message over a boundary travels after it has left."""
+        return self.hop_latency.get(boundary, self.latency if touches_edge(boundary, shape) else 0.0)
 
     def hop_seconds(self, boundary: int, shape: PipelineShape) -> float:
         """Return the seconds from the end of a compute to the arrival of its message on an unloaded link."""
-        return self.latency + self.transfer_seconds if touches_edge(boundary, shape) else 0.0
+        transfer = self.transfer_seconds(boundary) if touches_edge(boundary, shape) else 0.0
+        return transfer + self.latency_seconds(boundary, shape)
 
 
 def touches_edge(boundary: int, shape: PipelineShape) -> bool:

@@ -12,21 +12,20 @@ come further still.
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from ds_ldt.plan.costs import Costs
-from ds_ldt.plan.dependencies import backward_of, incoming_boundary, outgoing_boundary, receiver
-from ds_ldt.plan.instructions import Compute, Op, Orders
+from ds_ldt.plan.instructions import Op, Orders
+from ds_ldt.plan.machine import JobOrders, Machine
+from ds_ldt.plan.playback import Choose
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
 
-Priority = Callable[[Compute, PipelineShape], tuple[int, ...]]
-"""A total order on the computes of one rank; the smallest goes first."""
+Priority = Callable[[Op, int, PipelineShape], int]
+"""(op, virtual stage, shape) -> a number at least 0. On a rank the least goes first; where it is equal, the earlier
+micro-batch does, then the later virtual stage, then the earlier domain."""
 
 
-def pipeline_priority(compute: Compute, shape: PipelineShape) -> tuple[int, ...]:
+def pipeline_priority(op: Op, virtual_stage: int, shape: PipelineShape) -> int:
     """Rank a compute as the link-aware rule does.
 
     Edge: tail backward (it is ready only right after its tail forward) > tail forward > middle forward > other
@@ -35,12 +34,11 @@ def pipeline_priority(compute: Compute, shape: PipelineShape) -> tuple[int, ...]
     Cloud: forward > backward, the later virtual stage first in both; ties by micro-batch, domain. A rank that does
     not take backwards first keeps the edge fed while gradients travel; the cap bounds what that costs in memory.
     """
-    stage, is_forward = compute.virtual_stage, compute.op is Op.FORWARD
-    if shape.stages[stage] != EDGE_STAGE:
-        return (0 if is_forward else 1, -stage, compute.micro_batch, compute.domain)
-    tail = shape.num_boundaries
+    is_forward, tail = op is Op.FORWARD, shape.num_boundaries
+    if shape.stages[virtual_stage] != EDGE_STAGE:
+        return (0 if is_forward else shape.num_virtual_stages) + tail - virtual_stage
     ranked = {(Op.BACKWARD, tail): 0, (Op.FORWARD, tail): 1, (Op.FORWARD, 0): 4}
-    return (ranked.get((compute.op, stage), 2 if is_forward else 3), compute.micro_batch, -stage, compute.domain)
+    return ranked.get((op, virtual_stage), 2 if is_forward else 3)
 
 
 def list_orders(
@@ -55,111 +53,30 @@ def list_orders(
 
     Args:
         shape: The shape to schedule.
-        costs: What the played run costs. Use whole numbers where all machines must agree on the result.
+        costs: What the played run costs.
         training: Whether to schedule backwards.
         caps: For each physical stage, the most micro-batches of one domain in flight on a rank; at least 1 each.
         priority: Which ready compute goes first.
     """
-    run = _Run(shape=shape, costs=costs, training=training, caps=caps, priority=priority)
-    run.play()
-    return {rank: tuple(started) for rank, started in enumerate(run.started)}
+    machine = Machine.build(shape, costs, training=training)
+    _, rows = list_schedule(machine, caps=caps, priority=priority)
+    return machine.orders_of(rows)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Run:
-    """One played run.
+def list_schedule(
+    machine: Machine, *, caps: Sequence[int], priority: Priority = pipeline_priority, lead: int = 0
+) -> tuple[int, JobOrders]:
+    """Return the ticks that the list schedule of a machine takes, and its rows.
 
-    Attributes:
-        events: Heap of (time, number, rank, finished, ready): the rank ends `finished`, or `ready` becomes ready.
-        ready: For each rank, a heap of (priority, compute) without the forwards that a cap may hold back.
-        entering: For each rank and domain, a heap of (priority, compute) of the forwards that a cap may hold back.
+    Args:
+        machine: What to schedule.
+        caps: See `list_orders`.
+        priority: See `list_orders`.
+        lead: Micro-batches by which a domain of the slice goes before the next one, where priorities are equal. With
+            0 the domains go in step.
     """
-
-    shape: PipelineShape
-    costs: Costs
-    training: bool
-    caps: Sequence[int]
-    priority: Priority
-    started: list[list[Compute]] = field(init=False)
-    busy: list[bool] = field(init=False)
-    events: list[tuple[float, int, int, Compute | None, Compute | None]] = field(default_factory=list)
-    num_events: int = 0
-    ready: list[list[tuple[tuple[int, ...], Compute]]] = field(init=False)
-    entering: list[dict[int, list[tuple[tuple[int, ...], Compute]]]] = field(init=False)
-    in_flight: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    first_stage: list[int] = field(init=False)
-    computes_per_micro_batch: list[int] = field(init=False)
-    remaining: dict[tuple[int, int, int], int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        ranks = range(self.shape.num_ranks)
-        owned = [self.shape.virtual_stages_of(self.shape.stage_of(rank)) for rank in ranks]
-        self.first_stage = [stages[0] for stages in owned]
-        self.computes_per_micro_batch = [len(stages) * (2 if self.training else 1) for stages in owned]
-        self.started = [[] for _ in ranks]
-        self.busy = [False for _ in ranks]
-        self.ready = [[] for _ in ranks]
-        self.entering = [{domain: [] for domain in self.shape.domains_of(rank)} for rank in ranks]
-
-    def play(self) -> None:
-        """Play until nothing is left to do."""
-        for domain in range(self.shape.num_domains):
-            for micro_batch in range(self.shape.num_micro_batches):
-                self._make_ready(Compute(op=Op.FORWARD, virtual_stage=0, micro_batch=micro_batch, domain=domain))
-        for rank in range(self.shape.num_replicas):
-            self._start_if_idle(rank, 0.0)
-        while self.events:
-            now = self.events[0][0]
-            touched = set()
-            while self.events and self.events[0][0] == now:
-                _, _, rank, finished, ready = heapq.heappop(self.events)
-                touched.add(rank)
-                if finished is not None:
-                    self._finish(rank, finished, now)
-                if ready is not None:
-                    self._make_ready(ready)
-            for rank in sorted(touched):
-                self._start_if_idle(rank, now)
-
-    def _push(self, time: float, rank: int, *, finished: Compute | None = None, ready: Compute | None = None) -> None:
-        heapq.heappush(self.events, (time, self.num_events, rank, finished, ready))
-        self.num_events += 1
-
-    def _make_ready(self, compute: Compute) -> None:
-        rank = self.shape.rank_of(compute.virtual_stage, compute.domain)
-        entry = (self.priority(compute, self.shape), compute)
-        capped = compute.op is Op.FORWARD and compute.virtual_stage == self.first_stage[rank]
-        heapq.heappush(self.entering[rank][compute.domain] if capped else self.ready[rank], entry)
-
-    def _start_if_idle(self, rank: int, now: float) -> None:
-        if self.busy[rank]:
-            return
-        queue = self._best_queue(rank)
-        if queue is None:
-            return
-        _, compute = heapq.heappop(queue)
-        if queue is not self.ready[rank]:
-            self.in_flight[rank, compute.domain] += 1
-        self.started[rank].append(compute)
-        self.busy[rank] = True
-        self._push(now + self.costs.seconds(compute, self.shape), rank, finished=compute)
-
-    def _best_queue(self, rank: int) -> list[tuple[tuple[int, ...], Compute]] | None:
-        cap = self.caps[self.shape.stage_of(rank)]
-        queues = [queue for domain, queue in self.entering[rank].items() if self.in_flight[rank, domain] < cap]
-        return min((queue for queue in (self.ready[rank], *queues) if queue), key=lambda queue: queue[0], default=None)
-
-    def _finish(self, rank: int, compute: Compute, now: float) -> None:
-        self.busy[rank] = False
-        key = (rank, compute.domain, compute.micro_batch)
-        self.remaining[key] = self.remaining.get(key, self.computes_per_micro_batch[rank]) - 1
-        if not self.remaining[key]:
-            self.in_flight[rank, compute.domain] -= 1
-        waiting, boundary = receiver(compute, self.shape), outgoing_boundary(compute, self.shape)
-        if waiting is not None and boundary is not None:
-            peer = self.shape.rank_of(waiting.virtual_stage, waiting.domain)
-            self._push(now + self.costs.hop_seconds(boundary, self.shape), peer, ready=waiting)
-        if self.training and compute.op is Op.FORWARD:
-            backward = backward_of(compute)
-            if incoming_boundary(backward, self.shape) is None:
-                self._make_ready(backward)
+    ranks = [priority(kind.op, kind.virtual_stage, machine.shape) for kind in machine.kinds]
+    micro_batches, domains = range(machine.shape.num_micro_batches), range(machine.num_domains)
+    turns = [micro_batch + lead * domain for micro_batch in micro_batches for domain in domains]
+    run = Choose(machine, ranks=ranks, turns=turns, caps=caps)
+    return run.play(), run.started

@@ -99,9 +99,10 @@ class _Run:
 
     def _arrival(self, channel: Channel, now: float) -> float:
         shape = self.plan.shape
+        latency = self.costs.latency_seconds(channel.boundary, shape)
         if not touches_edge(channel.boundary, shape):
-            return now
+            return now + latency
         outbound = shape.stage_of(channel.source) == EDGE_STAGE
         link = (channel.source if outbound else channel.destination, outbound)
-        self.link_free[link] = max(now, self.link_free[link]) + self.costs.transfer_seconds
-        return self.link_free[link] + self.costs.latency
+        self.link_free[link] = max(now, self.link_free[link]) + self.costs.transfer_seconds(channel.boundary)
+        return self.link_free[link] + latency
