@@ -36,12 +36,13 @@ class LDTTopology(ProcessTopology):
         if tensor_parallel_size > 1:
             self.axes.append("model")
             self.dims.append(tensor_parallel_size)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        coord_type: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.ProcessCoord = coord_type
         self.mapping: dict[Any, int] = {}
         for rank in range(rank_map.world_size):
             coord = rank_map.coord(rank)
             place = [coord.stage, coord.data, coord.model][: len(self.axes)]
-            self.mapping[self.ProcessCoord(*place)] = rank
+            self.mapping[coord_type(*place)] = rank
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Rank lists along ``axis``; along ``"pipe"`` there are D of them and edge ranks recur."""

@@ -5,7 +5,7 @@
 #
 #   --model DIR      a Hugging Face model directory with its tokenizer  (SmolLM2-135M-Instruct, built once)
 #   --text FILE      the text to train on, opened by the edge only      (Python's reference manual)
-#   --steps N        training steps                                     (10)
+#   --steps N        training steps                                     (8)
 #   --domains D      data-parallel pipelines in the cloud               (2)
 #   --config FILE    a DeepSpeed JSON of your own, used as it is        (made from ds_configs/smollm2_quickstart.json)
 #   --workdir DIR    where everything it makes goes                     (ldt_work)
@@ -16,7 +16,7 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-model="" text="" steps=10 domains="" config="" workdir="$LDT_ROOT/ldt_work"
+model="" text="" steps=8 domains="" config="" workdir="$LDT_ROOT/ldt_work"
 while [ "$#" -gt 0 ]; do
     case "$1" in
         -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;

@@ -23,7 +23,7 @@ def topology(num_stages: int, replicas: int, domains: int, tensor: int = 1) -> L
     )
 
 
-@pytest.mark.parametrize("sizes", itertools.product((2, 3, 4), (1, 2, 4)))
+@pytest.mark.parametrize("sizes", list(itertools.product((2, 3, 4), (1, 2, 4))))
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_with_equal_sites_it_equals_deepspeeds_topology_rank_by_rank(sizes: tuple[int, int], tensor: int) -> None:
     stages, width = sizes
