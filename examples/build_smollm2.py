@@ -48,11 +48,10 @@ def build(directory: Path, *, dtype: str = "float32") -> None:
         dtype: Type of the stored weights, `float32` or `bfloat16`.
     """
     gguf = find_gguf()
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: its bar over every tensor says little
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The loaded model remembers that it was quantised and would refuse to be saved: a fresh one takes its weights.
@@ -93,7 +92,7 @@ def main() -> None:
         print(f"{args.directory} is complete already")
         return
     started = time.monotonic()
-    print(f"building {args.directory} from {PACKAGE} (about a minute, once)", flush=True)
+    print(f"building {args.directory} from {PACKAGE} (a minute or two, once)", flush=True)
     build(args.directory, dtype=args.dtype)
     print(f"{args.directory} is complete ({time.monotonic() - started:.0f} s)")
 
