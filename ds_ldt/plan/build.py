@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from ds_ldt.errors import ConfigError
+from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.lower import lower
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.policies import AUTO, EVALUATION, TRAINING
+from ds_ldt.plan.policies.auto import best_of, candidates
+from ds_ldt.plan.policies.depth import Limits
 from ds_ldt.plan.shape import PipelineShape, is_count
 from ds_ldt.plan.validate import validate
 
@@ -20,7 +24,12 @@ def available_policies() -> tuple[str, ...]:
 
 
 def build_plan(
-    shape: PipelineShape, *, policy: str = "ldt_1f1b", training: bool = True, max_in_flight: int | None = None
+    shape: PipelineShape,
+    *,
+    policy: str = "ldt_1f1b",
+    training: bool = True,
+    costs: Costs | None = None,
+    max_in_flight: int | Sequence[int] | None = None,
 ) -> Plan:
     """Return the plan of a shape, validated. Equal arguments give the same plan on every rank; it is made only once.
 
@@ -28,10 +37,12 @@ def build_plan(
         shape: What to plan for.
         policy: One of `available_policies()`. An evaluation is always planned by `forward_only`.
         training: Plan a training step, else an evaluation.
-        max_in_flight: The most micro-batches of one domain that any rank may have in flight; None means no limit.
+        costs: Seconds of computes and messages to plan for; None if nothing is known of them, not even the link.
+        max_in_flight: The most micro-batches of one domain that any rank may have in flight, or one number for each
+            stage; None means no limit.
 
     Raises:
-        ConfigError: The policy is unknown or the limit is below 1.
+        ConfigError: The policy is unknown or a limit is below 1.
         ScheduleError: The policy made a plan that cannot be run: a fault of ds_ldt, not of the caller.
     """
     if policy not in available_policies():
@@ -41,22 +52,40 @@ def build_plan(
             expected="one of " + ", ".join(available_policies()),
             fix=f'set it to "{AUTO}", or remove it',
         )
-    if max_in_flight is not None and not is_count(max_in_flight, minimum=1):
+    name = policy if training else next(iter(EVALUATION))
+    return _build(shape, name, training, costs, limits_of(shape, max_in_flight))
+
+
+def limits_of(shape: PipelineShape, max_in_flight: int | Sequence[int] | None) -> Limits | None:
+    """Return a limit for each stage; None if there are none.
+
+    Args:
+        shape: The shape.
+        max_in_flight: See `build_plan`.
+
+    Raises:
+        ConfigError: A limit is below 1, or they are not one for each stage.
+    """
+    if max_in_flight is None:
+        return None
+    limits = tuple(max_in_flight) if isinstance(max_in_flight, Sequence) else (max_in_flight,) * shape.num_stages
+    if len(limits) != shape.num_stages or not all(is_count(limit, minimum=1) for limit in limits):
         raise ConfigError.of(
             "ldt.schedule.max_in_flight",
             found=max_in_flight,
             expected="null or a whole number of at least 1",
             fix="remove it to let the policy choose the depth",
         )
-    policies = TRAINING if training else EVALUATION
-    name = policy if policy in policies else next(iter(policies))
-    return _build(shape, name, training, max_in_flight)
+    return limits
 
 
 @lru_cache(maxsize=_CACHED_PLANS)
-def _build(shape: PipelineShape, name: str, training: bool, max_in_flight: int | None) -> Plan:
-    policies = TRAINING if training else EVALUATION
-    orders = policies[name](shape, max_in_flight=max_in_flight)
+def _build(shape: PipelineShape, name: str, training: bool, costs: Costs | None, limits: Limits | None) -> Plan:
+    if name == AUTO:
+        best = best_of(candidates(TRAINING, shape, costs=costs, limits=limits))
+        name, orders = best.policy, best.orders
+    else:
+        orders = (TRAINING if training else EVALUATION)[name](shape, costs=costs, limits=limits)
     plan = lower(orders, shape, policy=name, training=training)
-    validate(plan, max_in_flight=max_in_flight)
+    validate(plan, max_in_flight=limits)
     return plan

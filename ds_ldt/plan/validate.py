@@ -16,7 +16,7 @@ The rules, in the order in which they are applied (each may rely on those before
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ds_ldt.plan.dependencies import computes_of, forward_of, incoming_boundary, outgoing_boundary
 from ds_ldt.plan.instructions import Channel, Compute, Flow, Instruction, Kind, Op
@@ -29,12 +29,13 @@ _CLOSING = (Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 _SHOWN = 5
 
 
-def validate(plan: Plan, *, max_in_flight: int | None = None, posted_ahead: int | None = None) -> None:
+def validate(plan: Plan, *, max_in_flight: int | Sequence[int] | None = None, posted_ahead: int | None = None) -> None:
     """Return if the plan can be run.
 
     Args:
         plan: The plan.
-        max_in_flight: The most micro-batches of one domain in flight on any rank; None means no limit.
+        max_in_flight: The most micro-batches of one domain in flight on any rank, or one number for each stage; None
+            means no limit.
         posted_ahead: Receives of each channel that the transport keeps posted, if its sends wait for a posted receive;
             `min_posted_receives` says how many it takes. None: its sends never keep a rank from going on.
 
@@ -212,13 +213,15 @@ def _check_progress(plan: Plan, posted_ahead: int | None) -> None:
             raise schedule_error(plan, fault, rank=rank, position=stuck[rank])
 
 
-def _check_in_flight(plan: Plan, max_in_flight: int | None) -> None:
+def _check_in_flight(plan: Plan, max_in_flight: int | Sequence[int] | None) -> None:
     if max_in_flight is None:
         return
+    limits = max_in_flight if isinstance(max_in_flight, Sequence) else [max_in_flight] * plan.shape.num_stages
     for rank, row in enumerate(plan.instructions):
+        limit = limits[plan.shape.stage_of(rank)]
         passes = [(position, compute) for position, instruction in enumerate(row) if (compute := instruction.compute)]
         counts = in_flight_counts(compute for _, compute in passes)
         for (position, compute), count in zip(passes, counts, strict=True):
-            if count > max_in_flight:
-                fault = f"{count} micro-batches of the domain of {compute} are in flight, {max_in_flight} are allowed"
+            if count > limit:
+                fault = f"{count} micro-batches of the domain of {compute} are in flight, {limit} are allowed"
                 raise schedule_error(plan, fault, rank=rank, position=position)

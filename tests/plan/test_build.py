@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ds_ldt.errors import ConfigError
-from ds_ldt.plan import available_policies, build_plan
+from ds_ldt.plan import Costs, available_policies, build_plan
 from ds_ldt.plan.policies import ldt_1f1b
 from tests.plan.shapes import full_shape
 
@@ -16,21 +16,26 @@ SHAPE = full_shape(3, 3, m=5, d=2)
 
 
 def test_a_plan_is_made_only_once() -> None:
-    assert build_plan(SHAPE) is build_plan(full_shape(3, 3, m=5, d=2), policy="auto")
+    assert build_plan(SHAPE) is build_plan(full_shape(3, 3, m=5, d=2))
+    assert build_plan(SHAPE, costs=Costs.uniform(SHAPE, edge=1)) is build_plan(
+        SHAPE, costs=Costs.uniform(SHAPE, edge=1)
+    )
 
 
-def test_auto_is_the_one_training_policy_there_is() -> None:
-    assert available_policies() == ("ldt_1f1b", "auto")
-    assert build_plan(SHAPE, policy="auto").policy == "ldt_1f1b"
-    assert build_plan(SHAPE, training=False).policy == "forward_only"
+def test_the_policies_are_those_of_the_manual_and_an_evaluation_has_its_own() -> None:
+    assert available_policies() == ("ldt_1f1b", "closed_form", "greedy", "auto")
+    assert build_plan(SHAPE, policy="auto").policy in ("ldt_1f1b", "closed_form", "greedy")
+    assert build_plan(SHAPE, policy="greedy", training=False).policy == "forward_only"
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r'ldt\.schedule\.policy: found "1f1b", expected one of ldt_1f1b, auto'):
+    with pytest.raises(
+        ConfigError, match=r'ldt\.schedule\.policy: found "1f1b", expected one of ldt_1f1b, closed_form, greedy, auto'
+    ):
         build_plan(SHAPE, policy="1f1b")
 
 
-@pytest.mark.parametrize("cap", [0, -1, True, 2.0])
+@pytest.mark.parametrize("cap", [0, -1, True, 2.0, (1, 1), (1, 0, 1)])
 def test_a_cap_that_is_no_count_is_refused(cap: object) -> None:
     with pytest.raises(ConfigError, match=r"ldt\.schedule\.max_in_flight: found .*, expected null or a whole number"):
         build_plan(SHAPE, max_in_flight=cap)  # type: ignore[arg-type]
@@ -75,7 +80,7 @@ def test_every_plan_is_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_ldt.errors import ScheduleError
     from ds_ldt.plan import build
 
-    def forgetful(shape, *, max_in_flight=None):  # type: ignore[no-untyped-def]
+    def forgetful(shape, *, costs=None, limits=None):  # type: ignore[no-untyped-def]
         orders = ldt_1f1b.orders(shape)
         return {**orders, 1: orders[1][:-1]}
 
