@@ -121,6 +121,13 @@ class LDTPipelineEngine(PipelineEngine):
         """True on the edge, which holds the loss; and everywhere during construction."""
         return self._under_construction or self.stage_id == 0
 
+    def destroy(self) -> None:
+        """Finish what is being sent, end the threads of the channels, and do what the parent does."""
+        if "transport" in self.__dict__:
+            self.intake.close()
+            self.transport.close()
+        super().destroy()
+
     def _loss_stage_global_rank(self) -> int:
         return 0
 

@@ -37,11 +37,13 @@ class MicroBatch:
     Attributes:
         inputs: what the head takes.
         labels: what the loss function takes.
+        num_targets: how many targets its loss is a mean over; 0 where the loss is a mean over micro-batches.
         loss_weight: factor of its loss: 1, or its share of the targets where the loss is a mean over targets.
     """
 
     inputs: Any
     labels: Any
+    num_targets: int = 0
     loss_weight: float = 1.0
 
 
@@ -105,6 +107,10 @@ class Intake:
         self._num_steps += 1
         return self._draw(plan, data_iterator) if self._grid.site == "edge" else self._listen(plan)
 
+    def close(self) -> None:
+        """Wait until the cloud has received every announcement."""
+        self._control.close()
+
     def receives(self, step: Step) -> dict[Channel, list[tuple[int, Signature]]]:
         """What this rank will receive in a step: per channel the micro-batches in order, with their signatures."""
         expected: dict[Channel, list[tuple[int, Signature]]] = {}
@@ -140,8 +146,10 @@ class Intake:
             status = Status.END_OF_DATA
         except Exception as error:  # whatever user code raised: the cloud must hear of it before this rank ends
             status, failure = Status.ERROR, error
-        status, num_targets = self._agree(status, self._count_targets(step) if status is Status.OK else 0)
+        status, num_targets = self._agree(status, sum(batch.num_targets for batch in step.batches.values()))
         self._announce(step, status)
+        if status is not Status.OK:
+            self._control.close()  # the caller may end this process next, and with it what is still on its way
         if failure is not None:
             raise failure
         if status is Status.END_OF_DATA:
@@ -164,7 +172,9 @@ class Intake:
             for domain in self._grid.domains:
                 batch = next(data_iterator)
                 inputs, labels = module.batch_fn(batch) if module.batch_fn is not None else _pair(batch)
-                step.batches[micro_batch, domain] = MicroBatch(inputs=inputs, labels=labels)
+                step.batches[micro_batch, domain] = MicroBatch(
+                    inputs=inputs, labels=labels, num_targets=self._count_targets(labels)
+                )
                 step.signatures[micro_batch, domain] = self._tracer.boundaries(self._head_signature(inputs))
         if not module.dynamic_shape and len({signatures[0] for signatures in step.signatures.values()}) > 1:
             raise ConfigError.of(
@@ -194,13 +204,10 @@ class Intake:
         self._guard.check_announced(0, signature)
         return signature
 
-    def _count_targets(self, step: Step) -> int:
-        """Leave each micro-batch's number of targets in ``loss_weight``; return their sum."""
+    def _count_targets(self, labels: Any) -> int:
         if self._module.loss_reduction != "token" or self._module.count_targets is None:
             return 0
-        for batch in step.batches.values():
-            batch.loss_weight = self._module.count_targets(batch.labels)
-        return int(sum(batch.loss_weight for batch in step.batches.values()))
+        return self._module.count_targets(labels)
 
     def _agree(self, status: Status, num_targets: int) -> tuple[Status, int]:
         """Let the edge replicas agree on the worst status and on the number of targets of the global batch."""
@@ -220,7 +227,7 @@ class Intake:
             return
         shape = step.plan.shape
         for batch in step.batches.values():
-            share = batch.loss_weight / num_targets if num_targets else 0.0
+            share = batch.num_targets / num_targets if num_targets else 0.0
             batch.loss_weight = share * shape.num_micro_batches * shape.num_domains
 
     # -- cloud ------------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gc
+import io
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +192,14 @@ def train_with_monitor(settings: dict[str, Any], steps: int, directory: str) -> 
             written[path.name] = [float(row[1]) for row in list(csv.reader(file))[1:]]
     dist.barrier()
     return {"losses": losses, "written": written, "lr": engine.get_lr()}
+
+
+def train_and_capture(settings: dict[str, Any], steps: int) -> tuple[str, list[float]]:
+    """What a rank prints while it trains, and the losses."""
+    engine = toy_engine(settings)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        losses = [engine.train_batch().item() for _ in range(steps)]
+    return output.getvalue(), losses
 
 
 def count_live_buffers(settings: dict[str, Any]) -> int:

@@ -239,7 +239,9 @@ def test_S33_what_a_rank_holds_does_not_grow_with_the_number_of_micro_batches(gr
 
 
 @pytest.mark.parametrize("sizes", [{}, {"num_domains": 2, "num_replicas": 2}])
-def test_tied_layers_on_the_edge_train_as_one_tensor(groups: GroupPool, sizes: dict[str, int]) -> None:
+def test_S25_S27_tied_layers_on_the_edge_train_and_count_as_one_tensor(
+    groups: GroupPool, sizes: dict[str, int]
+) -> None:
     settings = config([[2, 2], [2, 0]], optimizer="AdamW", gradient_clipping=0.1, **sizes)
     world_size = sizes.get("num_replicas", 1) + sizes.get("num_domains", 1)
     ranks = run(groups, world_size, "train_tied", settings, 5)
@@ -288,9 +290,19 @@ def test_parity_would_notice(groups: GroupPool, control: str) -> None:
         assert_parity(ranks, oracle(settings, 3), "SGD")
 
 
+def test_timers_and_prints_of_deepspeed_keep_working(groups: GroupPool) -> None:
+    settings = config(layout(2, 2), wall_clock_breakdown=True)
+    settings["steps_per_print"] = 1
+    (edge_out, edge), (cloud_out, cloud) = run(groups, 2, "train_and_capture", settings, 2)
+    assert edge == cloud
+    for step, loss in enumerate(edge, start=1):
+        assert f"steps: {step} loss: {loss:0.4f}" in edge_out
+    assert "loss:" not in cloud_out
+
+
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_nothing(groups: GroupPool, interval: int, reentrant: bool) -> None:
+def test_S32_activation_checkpointing_changes_nothing(groups: GroupPool, interval: int, reentrant: bool) -> None:
     pipeline = {"activation_checkpoint_interval": interval, "use_reentrant": reentrant}
     settings = config(layout(2, 3), pipeline=pipeline)
     ranks = groups.run(2, "tests.engine.cases:train", settings, 2, deadline_s=90)

@@ -16,7 +16,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 
 
 
 @pytest.mark.parametrize("extra", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
+def test_S38_S40_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(
     groups: GroupPool, tmp_path: Path, extra: dict[str, Any]
 ) -> None:
     settings = config(layout(2, 2), num_domains=2, optimizer="AdamW", scheduler=WARMUP, **extra)
