@@ -156,7 +156,7 @@ def schedule() -> str:
     shape = shape_of()
     plan = build_plan(shape, policy="ldt_1f1b")
     timeline = simulate(plan, Costs.uniform(shape, edge=1, cloud=CLOUD_FORWARD, latency=LATENCY))
-    left, unit = 190.0, 12.0
+    left, unit = 225.0, 12.0
     parts = [
         text(
             left,
