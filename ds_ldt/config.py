@@ -60,14 +60,24 @@ class ScheduleConfig(_Section):
     """How the micro-batches are ordered.
 
     Attributes:
-        policy: Name of the schedule policy; "auto" takes the best one known.
+        policy: Name of the schedule policy; "auto" takes the one that is best for the link.
         max_in_flight: Most micro-batches that a rank may hold for one domain; None for what the policy asks for.
+        memory_gb: Gigabytes (1e9 bytes) of a rank that the activations of micro-batches in flight may take; None for
+            no limit. It limits what is in flight as soon as the bytes of a micro-batch are known.
+        layer_activation_mb: Megabytes (1e6 bytes) that a layer keeps of one micro-batch until its backward; a hint.
+        layer_forward_ms: Milliseconds of one layer's forward of one micro-batch; a hint, used until it is measured.
+            Only its ratio to the latency matters: too low a value plans for more micro-batches in flight than needed.
     """
 
-    policy: Literal["ldt_1f1b", "auto"] = Field(
-        default="auto", description='one of "ldt_1f1b", "auto"', examples=["auto"]
+    policy: Literal["ldt_1f1b", "closed_form", "greedy", "auto"] = Field(
+        default="auto", description='one of "ldt_1f1b", "closed_form", "greedy", "auto"', examples=["auto"]
     )
     max_in_flight: int | None = Field(default=None, ge=1, description=f"{_SIZE}, or null", examples=[8])
+    memory_gb: float | None = Field(default=None, gt=0, description="gigabytes, a number > 0, or null", examples=[16])
+    layer_activation_mb: float | None = Field(
+        default=None, gt=0, description="megabytes, a number > 0, or null", examples=[40]
+    )
+    layer_forward_ms: float = Field(default=2.0, gt=0, description="milliseconds, a number > 0", examples=[2])
 
 
 class LinkConfig(_Section):
@@ -75,13 +85,15 @@ class LinkConfig(_Section):
 
     Attributes:
         latency_ms: One-way latency in milliseconds.
-        bandwidth_mbps: Bandwidth in megabits per second, each way.
+        bandwidth_mbps: Bandwidth of an edge replica in megabits per second, each way; 0 means unlimited.
+        message_mb: Megabytes (1e6 bytes) of the activations of one micro-batch at a boundary, and of their gradient.
     """
 
     latency_ms: float = Field(default=20.0, ge=0, description="milliseconds, a number >= 0", examples=[20])
     bandwidth_mbps: float = Field(
-        default=1000.0, gt=0, description="megabits per second, a number > 0", examples=[1000]
+        default=1000.0, ge=0, description="megabits per second, a number >= 0 (0: unlimited)", examples=[1000]
     )
+    message_mb: float = Field(default=1.0, ge=0, description="megabytes, a number >= 0", examples=[1])
 
 
 class LDTConfig(_Section):

@@ -162,13 +162,25 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "policy_unknown",
         {"ldt.schedule.policy": "1f1b"},
-        ['ldt.schedule.policy: found "1f1b", expected one of "ldt_1f1b", "auto"'],
+        ['ldt.schedule.policy: found "1f1b", expected one of "ldt_1f1b", "closed_form", "greedy", "auto"'],
     ),
     ("max_in_flight_zero", {"ldt.schedule.max_in_flight": 0}, ["ldt.schedule.max_in_flight: found 0", "or null"]),
     ("latency_negative", {"ldt.link.latency_ms": -1}, ["ldt.link.latency_ms: found -1, expected milliseconds"]),
     ("latency_infinite", {"ldt.link.latency_ms": float("inf")}, ["ldt.link.latency_ms: found inf"]),
     ("latency_nan", {"ldt.link.latency_ms": float("nan")}, ["ldt.link.latency_ms: found nan, expected milliseconds"]),
-    ("bandwidth_zero", {"ldt.link.bandwidth_mbps": 0}, ["ldt.link.bandwidth_mbps: found 0, expected megabits"]),
+    ("bandwidth_negative", {"ldt.link.bandwidth_mbps": -1}, ["ldt.link.bandwidth_mbps: found -1, expected megabits"]),
+    ("message_negative", {"ldt.link.message_mb": -1}, ["ldt.link.message_mb: found -1, expected megabytes"]),
+    ("memory_zero", {"ldt.schedule.memory_gb": 0}, ["ldt.schedule.memory_gb: found 0, expected gigabytes", "or null"]),
+    (
+        "layer_activation_zero",
+        {"ldt.schedule.layer_activation_mb": 0},
+        ["ldt.schedule.layer_activation_mb: found 0, expected megabytes"],
+    ),
+    (
+        "layer_forward_zero",
+        {"ldt.schedule.layer_forward_ms": 0},
+        ["ldt.schedule.layer_forward_ms: found 0, expected milliseconds"],
+    ),
     (
         "timeout_is_text",
         {"ldt.timeout_s": "300"},

@@ -73,7 +73,9 @@ def test_settings_left_out_have_the_documented_values() -> None:
     assert ldt.edge.data_parallel_size == ldt.cloud.data_parallel_size == 1
     assert ldt.edge.tensor_parallel_size == ldt.cloud.tensor_parallel_size == 1
     assert (ldt.schedule.policy, ldt.schedule.max_in_flight) == ("auto", None)
-    assert (ldt.link.latency_ms, ldt.link.bandwidth_mbps, ldt.timeout_s) == (20.0, 1000.0, 300.0)
+    assert (ldt.schedule.memory_gb, ldt.schedule.layer_activation_mb, ldt.schedule.layer_forward_ms) == (None, None, 2)
+    assert (ldt.link.latency_ms, ldt.link.bandwidth_mbps, ldt.link.message_mb) == (20.0, 1000.0, 1.0)
+    assert ldt.timeout_s == 300.0
     assert (ldt.allow_exposed_edge, ldt.loss_reduction) == (False, None)
 
 
@@ -82,8 +84,14 @@ def test_every_ldt_setting_is_read() -> None:
         "pipeline_num_layers": [[0, 4], [0, 0]],
         "edge": {"data_parallel_size": 2, "tensor_parallel_size": 1},
         "cloud": {"data_parallel_size": 4, "tensor_parallel_size": 1},
-        "schedule": {"policy": "ldt_1f1b", "max_in_flight": 3},
-        "link": {"latency_ms": 0, "bandwidth_mbps": 12.5},
+        "schedule": {
+            "policy": "greedy",
+            "max_in_flight": 3,
+            "memory_gb": 16,
+            "layer_activation_mb": 40,
+            "layer_forward_ms": 0.5,
+        },
+        "link": {"latency_ms": 0, "bandwidth_mbps": 0, "message_mb": 12.5},
         "timeout_s": 1.5,
         "allow_exposed_edge": True,
         "loss_reduction": "micro_batch",
