@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -96,6 +96,27 @@ class LinkConfig(_Section):
     message_mb: float = Field(default=1.0, ge=0, description="megabytes, a number >= 0", examples=[1])
 
 
+class TraceConfig(_Section):
+    """Which steps are recorded.
+
+    Attributes:
+        path: Directory of this site into which each rank writes `rank_<rank>.json`.
+        steps: The first and the last training step to record, counted from 1.
+    """
+
+    path: str = Field(min_length=1, description="the path of a directory", examples=["trace"])
+    steps: tuple[int, int] = Field(description="two whole numbers, first <= last, from 1 on", examples=["[3, 4]"])
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _range(cls, value: object) -> object:
+        if isinstance(value, list | tuple) and len(value) == 2:  # noqa: PLR2004
+            first, last = value
+            if all(type(step) is int for step in value) and 1 <= first <= last:
+                return (first, last)
+        raise ValueError("no range of steps")
+
+
 class LDTConfig(_Section):
     """The "ldt" section.
 
@@ -109,6 +130,7 @@ class LDTConfig(_Section):
         allow_exposed_edge: Accept no decoder layer before the first hop or after the last one.
         loss_reduction: Mean over target tokens or over micro-batches; None for the model's default ("token" for
             Hugging Face models, "micro_batch" for lists of layers).
+        trace: Which steps are recorded for `ds-ldt draw --trace` and Perfetto; None for none.
     """
 
     pipeline_num_layers: Matrix = Field(
@@ -125,6 +147,9 @@ class LDTConfig(_Section):
     allow_exposed_edge: bool = Field(default=False, description="true or false", examples=["true"])
     loss_reduction: Literal["token", "micro_batch"] | None = Field(
         default=None, description='one of "token", "micro_batch", null', examples=["token"]
+    )
+    trace: TraceConfig | None = Field(
+        default=None, description=f"{_SECTION}, or null", examples=['{"path": "trace", "steps": [3, 4]}']
     )
 
     @field_validator("pipeline_num_layers", mode="before")
@@ -320,11 +345,19 @@ def _field(path: tuple[int | str, ...]) -> tuple[type[_Section], tuple[int | str
     """Return the section that a pydantic path leads into, and the path without what follows its field."""
     section: type[_Section] = LDTConfig
     for depth, name in enumerate(path):
-        inner = section.model_fields[str(name)].annotation if name in section.model_fields else None
-        if depth + 1 == len(path) or not (isinstance(inner, type) and issubclass(inner, _Section)):
+        inner = _section_of(section.model_fields[str(name)].annotation) if name in section.model_fields else None
+        if depth + 1 == len(path) or inner is None:
             return section, path[: depth + 1]
         section = inner
     return section, path
+
+
+def _section_of(annotation: object) -> type[_Section] | None:
+    """Return the section that a field holds, also where it may be left out."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, _Section):
+            return candidate
+    return None
 
 
 def _json_example(examples: list[Any] | None) -> str:

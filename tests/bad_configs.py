@@ -189,6 +189,21 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("timeout_is_infinite", {"ldt.timeout_s": float("inf")}, ["ldt.timeout_s: found inf, expected seconds"]),
     ("timeout_is_false", {"ldt.timeout_s": False}, ["ldt.timeout_s: found false, expected seconds"]),
     ("loss_reduction", {"ldt.loss_reduction": "sum"}, ['ldt.loss_reduction: found "sum", expected one of "token"']),
+    ("trace_is_text", {"ldt.trace": "trace"}, ['ldt.trace: found "trace", expected an object with named settings']),
+    ("trace_without_path", {"ldt.trace": {"steps": [1, 2]}}, ["ldt.trace.path: found nothing"]),
+    (
+        "trace_typo",
+        {"ldt.trace": {"path": "trace", "steps": [1, 2], "step": 1}},
+        ["ldt.trace.step: found 1", 'did you mean "steps"?'],
+    ),
+    *(
+        (
+            f"trace_steps_{name}",
+            {"ldt.trace": {"path": "trace", "steps": steps}},
+            ["ldt.trace.steps: found", "expected two whole numbers, first <= last, from 1 on", '"steps": [3, 4]'],
+        )
+        for name, steps in {"backwards": [3, 2], "from_0": [0, 2], "one": 3, "text": ["1", "2"]}.items()
+    ),
     # The batch numbers
     (
         "S47_batch_product",

@@ -76,7 +76,7 @@ def test_settings_left_out_have_the_documented_values() -> None:
     assert (ldt.schedule.memory_gb, ldt.schedule.layer_activation_mb, ldt.schedule.layer_forward_ms) == (None, None, 2)
     assert (ldt.link.latency_ms, ldt.link.bandwidth_mbps, ldt.link.message_mb) == (20.0, 1000.0, 1.0)
     assert ldt.timeout_s == 300.0
-    assert (ldt.allow_exposed_edge, ldt.loss_reduction) == (False, None)
+    assert (ldt.allow_exposed_edge, ldt.loss_reduction, ldt.trace) == (False, None, None)
 
 
 def test_every_ldt_setting_is_read() -> None:
@@ -95,9 +95,11 @@ def test_every_ldt_setting_is_read() -> None:
         "timeout_s": 1.5,
         "allow_exposed_edge": True,
         "loss_reduction": "micro_batch",
+        "trace": {"path": "trace", "steps": [3, 4]},
     }
     ldt = load_config({"train_batch_size": 8, "ldt": section}).ldt
-    assert ldt.model_dump() == section | {"pipeline_num_layers": ((0, 4), (0, 0))}
+    as_read = {"pipeline_num_layers": ((0, 4), (0, 0)), "trace": {"path": "trace", "steps": (3, 4)}}
+    assert ldt.model_dump() == section | as_read
     with pytest.raises(ValueError, match="frozen"):
         ldt.timeout_s = 2.0  # type: ignore[misc]
 

@@ -202,6 +202,14 @@ def train_and_capture(settings: dict[str, Any], steps: int) -> tuple[str, list[f
     return output.getvalue(), losses
 
 
+def train_traced(settings: dict[str, Any], steps: int) -> tuple[list[float], dict[int, list[str]]]:
+    """Train with `ldt.trace` on; the losses and the orders of all ranks as planned."""
+    engine = toy_engine(settings)
+    losses = [engine.train_batch().item() for _ in range(steps)]
+    orders = engine._train_schedule().plan.orders()
+    return losses, {rank: [str(compute) for compute in order] for rank, order in orders.items()}
+
+
 def count_live_buffers(settings: dict[str, Any]) -> int:
     """Most payloads that this rank held at once during a step."""
     engine = toy_engine(settings)

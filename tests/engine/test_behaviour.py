@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -298,6 +299,27 @@ def test_timers_and_prints_of_deepspeed_keep_working(groups: GroupPool) -> None:
     for step, loss in enumerate(edge, start=1):
         assert f"steps: {step} loss: {loss:0.4f}" in edge_out
     assert "loss:" not in cloud_out
+
+
+def test_a_trace_holds_what_each_rank_did_in_the_chosen_steps(groups: GroupPool, tmp_path: Path) -> None:
+    plain = config(layout(2, 2), num_domains=2)
+    traced = config(layout(2, 2), num_domains=2, ldt={"trace": {"path": str(tmp_path), "steps": [2, 3]}})
+    (expected, _), *_ = run(groups, 3, "train_traced", plain, 4)
+    ranks = run(groups, 3, "train_traced", traced, 4)
+    orders = ranks[0][1]
+    assert all(losses == expected for losses, _ in ranks)
+    arrows: dict[str, list[str]] = {"s": [], "f": []}
+    for rank in range(3):
+        events = json.loads((tmp_path / f"rank_{rank}.json").read_text())["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        assert [span["name"] for span in spans if span["cat"] == "compute"] == orders[rank] * 2
+        assert {event["tid"] for event in events} == {rank}
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in zip(spans, spans[1:], strict=False))
+        for event in events:
+            if event["ph"] in arrows:
+                arrows[event["ph"]].append(event["id"])
+    assert arrows["s"]
+    assert sorted(arrows["s"]) == sorted(arrows["f"])
 
 
 @pytest.mark.parametrize("interval", [1, 2])
