@@ -1,0 +1,269 @@
+"""The command `ds-ldt`: plan a configuration and draw it, without torch, processes or a model.
+
+    ds-ldt plan config.json [--json] [--set ldt.link.latency_ms=40] [--costs costs.json]
+    ds-ldt draw config.json -o plan.svg
+    ds-ldt draw --trace trace.json -o run.svg
+    ds-ldt draw config.json --trace trace.json -o both.svg
+
+`python -m ds_ldt.cli` is the same program. It ends with status 0, with 1 if something is wrong with the input (one
+message on stderr says what), and with 2 if the command line itself is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_ldt.config import JobConfig, LDTConfig, load_config
+from ds_ldt.errors import LDTError
+from ds_ldt.json_file import read_json
+from ds_ldt.layout import Layout
+from ds_ldt.plan import PipelineShape, Timeline
+from ds_ldt.plan.compare import differences
+from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from
+from ds_ldt.plan.policies.depth import Limits
+from ds_ldt.plan.report import TO_CLOUD, TO_EDGE, Report, report_on
+from ds_ldt.plan.trace import read_trace
+
+_SHOWN_DIFFERENCES = 10
+_RANKS_SHOWN = 16
+_STATEMENT = (
+    "What may cross the link is the wire schema, which belongs to the model: module.wire.describe() prints it, and so",
+    'does the README under "What the cloud learns". Samples, token ids and labels are not sent. What is sent can be',
+    "inverted by a curious operator of the cloud, with effort.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """A configuration with all that follows from it."""
+
+    config: JobConfig
+    layout: Layout
+    shape: PipelineShape
+    known: Known
+    limits: Limits | None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status.
+
+    Args:
+        arguments: The command line without the program's name; None takes the process's own.
+
+    Raises:
+        SystemExit: With status 2 if the command line is wrong, with 0 after `--help`.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "draw" and options.config is None and options.trace is None:
+        parser.error("draw needs a configuration, a --trace, or both")
+    try:
+        sys.stdout.write(_plan(options) if options.command == "plan" else _draw(options))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return 1
+    except (LDTError, OSError) as error:
+        sys.stderr.write(f"ds-ldt: {error}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds-ldt", description="Plan split fine-tuning over an edge and a cloud.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="say how the micro-batches of a configuration will be scheduled")
+    plan.add_argument("config", help="DeepSpeed JSON with an ldt section")
+    plan.add_argument("--json", action="store_true", help="print JSON, the orders of all ranks included")
+    draw = commands.add_parser("draw", help="draw the planned timeline, a measured one, or both")
+    draw.add_argument("config", nargs="?", help="DeepSpeed JSON with an ldt section")
+    draw.add_argument("-o", "--output", required=True, help="the picture: .svg, .png or .pdf")
+    draw.add_argument("--trace", help="Chrome trace of a run (events named like F0.3.1, tid = rank)")
+    draw.add_argument("--step", type=int, help="training step of the trace; the last one by default")
+    draw.add_argument("--arrows", action="store_true", help="draw the messages over the link")
+    for command in (plan, draw):
+        command.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            type=_setting,
+            metavar="KEY=VALUE",
+            help="change a setting, e.g. ldt.link.latency_ms=40; the value is JSON or else text",
+        )
+        command.add_argument("--costs", help="JSON of measured seconds by chunk.stage, in place of the hints")
+    return parser
+
+
+def _setting(text: str) -> tuple[list[str], Any]:
+    key, separator, value = text.partition("=")
+    path = key.strip().split(".")
+    if not separator or not all(path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, like ldt.link.latency_ms=40")
+    if path[0] in LDTConfig.model_fields:
+        path.insert(0, "ldt")
+    try:
+        return path, json.loads(value)
+    except json.JSONDecodeError:
+        return path, value
+
+
+def _load(options: argparse.Namespace) -> _Job:
+    settings = read_json(options.config)
+    for path, value in options.set:
+        place = settings
+        for name in path[:-1]:
+            inner = place.get(name)
+            if not isinstance(inner, dict):
+                inner = place[name] = {}
+            place = inner
+        place[path[-1]] = value
+    config = load_config(settings)
+    matrix = config.ldt.pipeline_num_layers
+    layout = Layout.build(
+        matrix,
+        # Only a model knows its embedding and its output layer. Where the edge's cell is empty, they are all it has.
+        num_leading=0 if matrix[0][0] else 1,
+        num_trailing=0 if matrix[-1][0] else 1,
+        allow_exposed_edge=config.ldt.allow_exposed_edge,
+    )
+    shape = PipelineShape.from_layout(
+        layout,
+        num_micro_batches=config.num_micro_batches,
+        num_domains=config.num_domains,
+        num_replicas=config.num_replicas,
+    )
+    known = known_from_config(config, layout)
+    if options.costs is not None:
+        known = known_from_file(options.costs, layout, hints=known)
+    return _Job(config=config, layout=layout, shape=shape, known=known, limits=limits_from(config, shape, known))
+
+
+def _report(job: _Job) -> Report:
+    return report_on(job.shape, job.known.costs, policy=job.config.ldt.schedule.policy, limits=job.limits)
+
+
+def _plan(options: argparse.Namespace) -> str:
+    job = _load(options)
+    schedule = job.config.ldt.schedule
+    if schedule.memory_gb is not None and job.known.activation_bytes is None:
+        sys.stderr.write(
+            "ds-ldt: ldt.schedule.memory_gb limits nothing here: the bytes of a micro-batch are not known. "
+            "Set ldt.schedule.layer_activation_mb, or name activation_bytes in the file of --costs.\n"
+        )
+    report = _report(job)
+    if options.json:
+        return json.dumps(report.document()) + "\n"
+    return "\n".join(_lines(job, report)) + "\n"
+
+
+def _lines(job: _Job, report: Report) -> Iterator[str]:
+    yield from _layer_lines(job)
+    yield ""
+    yield from _cost_lines(job)
+    yield ""
+    yield f"policy       {report.plan.policy}: {report.why}"
+    yield f"step         {_seconds(report.timeline.makespan)} (simulated), lower bound {_seconds(report.lower_bound)}"
+    yield f"efficiency   {report.efficiency:.3f} of the bound"
+    for rating in report.ratings:
+        mark = "*" if rating.policy == report.plan.policy else " "
+        yield (
+            f"  {mark} {rating.policy:<12} {_seconds(rating.makespan):>10}  efficiency {rating.efficiency:.3f}  "
+            f"at most {rating.peak_in_flight} in flight"
+        )
+    yield ""
+    yield "rank                                     in flight   idle"
+    shape = report.plan.shape
+    for rank in range(min(shape.num_ranks, _RANKS_SHOWN)):
+        peak, idle = report.plan.peak_in_flight(rank), report.timeline.bubble(rank)
+        yield f"  {shape.describe_rank(rank):<40} {peak:>7} {idle:>6.1%}"
+    if shape.num_ranks > _RANKS_SHOWN:
+        yield f"  and {shape.num_ranks - _RANKS_SHOWN} more (--json lists all)"
+    yield "  in flight: micro-batches of one domain at once; idle: part of the step without a compute (bubble)"
+    yield ""
+    for direction, name in ((TO_CLOUD, "edge to cloud"), (TO_EDGE, "cloud to edge")):
+        yield (
+            f"link         {name}: {report.link_bytes[direction] / 1e6:.6g} MB per step "
+            f"in {report.link_messages[direction]} messages"
+        )
+    yield ""
+    yield from _STATEMENT
+
+
+def _layer_lines(job: _Job) -> Iterator[str]:
+    config, layout = job.config, job.layout
+    yield (
+        f"{config.num_stages} stages, {config.num_domains} domains, {config.num_replicas} edge replicas, "
+        f"{config.num_micro_batches} micro-batches of {config.micro_batch_size} per domain and step, "
+        f"{config.world_size} ranks"
+    )
+    yield "layers in the sequence in which a micro-batch meets them, without embedding and output layer:"
+    first = 0
+    for virtual in layout.virtual_stages:
+        ends = (layout.num_leading, 0), (layout.num_trailing, layout.num_virtual_stages - 1)
+        count = virtual.num_layers - sum(joining for joining, index in ends if index == virtual.index)
+        place = "edge " if virtual.stage == 0 else "cloud"
+        held = f"{first}-{first + count - 1}" if count else "none"
+        seconds = job.known.costs.forward[virtual.chunk, virtual.stage]
+        yield (
+            f"  virtual stage {virtual.index}  {place} stage {virtual.stage}, chunk {virtual.chunk}  "
+            f"layers {held:<8} forward {_seconds(seconds)}"
+        )
+        first += count
+
+
+def _cost_lines(job: _Job) -> Iterator[str]:
+    costs, schedule = job.known.costs, job.config.ldt.schedule
+    source = (
+        "measured" if job.known.measured else f"assumed, ldt.schedule.layer_forward_ms = {schedule.layer_forward_ms}"
+    )
+    yield f"forwards     {source}; a backward takes {costs.backward_ratio:g} times as long unless it was measured"
+    rate = "unlimited" if costs.bandwidth is None else f"{costs.bandwidth * 8 / 1e6:g} Mbit/s each way"
+    yield f"hop          {_seconds(costs.latency)} one way, {rate}, messages of {costs.message_bytes / 1e6:g} MB"
+    if job.limits is not None:
+        yield f"limit        at most {', '.join(map(str, job.limits))} micro-batches of a domain in flight, by stage"
+
+
+def _draw(options: argparse.Namespace) -> str:
+    from ds_ldt.draw import draw_timeline
+
+    measured = None if options.trace is None else read_trace(options.trace, step=options.step)
+    if options.config is None:
+        assert measured is not None
+        title = f"measured: {_seconds(measured.makespan)}"
+        draw_timeline(measured, options.output, title=title)
+        return f"wrote {options.output}: {title}\n"
+    job = _load(options)
+    report = _report(job)
+    title = (
+        f"{report.plan.policy}, P={job.config.num_stages} V={job.layout.num_chunks} M={job.config.num_micro_batches} "
+        f"D={job.config.num_domains} E={job.config.num_replicas}, hop {_seconds(job.known.costs.latency)}: "
+        f"{_seconds(report.timeline.makespan)} planned, {report.efficiency:.3f} of the bound"
+    )
+    lines = []
+    if measured is not None:
+        title += f"; {_seconds(measured.makespan)} measured (lower half of each row)"
+        lines = _difference_lines(report.timeline, measured)
+    draw_timeline(
+        report.timeline, options.output, title=title, shape=job.shape, measured=measured, arrows=options.arrows
+    )
+    return "\n".join([f"wrote {Path(options.output)}: {title}", *lines]) + "\n"
+
+
+def _difference_lines(planned: Timeline, measured: Timeline) -> list[str]:
+    found = differences(planned, measured)
+    if not found:
+        return ["the run went as planned"]
+    return ["largest differences:", *(f"  {one}" for one in found[:_SHOWN_DIFFERENCES])]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""What a plan costs, from what is known: the hints of a configuration, then a file of measured costs.
+
+The file is JSON, and what a measurement writes:
+
+    {"forward_s": {"0.0": 0.25, "0.1": 1.0, "1.0": 0.25},   seconds of one forward, by "chunk.stage"
+     "backward_ratio": 2.0,                                 optional: a backward over a forward
+     "backward_s": {...},                                   optional: seconds of one backward
+     "activation_bytes": {...},                             optional: bytes kept of one micro-batch until its backward
+     "latency_s": 0.02,                                     optional, one way, in place of ldt.link.latency_ms
+     "bandwidth_bytes_per_s": 1.25e8,                       optional, 0 unlimited, in place of ldt.link.bandwidth_mbps
+     "message_bytes": 65536}                                optional, in place of ldt.link.message_mb
+
+Cells that follow each other on one stage run as one virtual stage: their values are added up. A cell that joins one
+before it may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from ds_ldt.errors import Absent, ConfigError
+from ds_ldt.json_file import read_json
+from ds_ldt.plan.costs import Cell, Costs
+from ds_ldt.plan.policies.depth import Limits
+from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.spelling import unknown_key
+
+if TYPE_CHECKING:
+    from ds_ldt.config import JobConfig
+    from ds_ldt.layout import Layout
+
+_BY_CELL = ("forward_s", "backward_s", "activation_bytes")
+_NUMBERS = ("backward_ratio", "latency_s", "bandwidth_bytes_per_s", "message_bytes")
+_BITS, _MEGA, _GIGA, _MILLI = 8, 1e6, 1e9, 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known before a run, and where it is from.
+
+    Attributes:
+        costs: Seconds of computes and messages.
+        activation_bytes: (chunk, stage) -> bytes kept of one micro-batch until its backward; None if not known.
+        measured: Whether the seconds of the computes are measured ones, else they are the hint for one layer.
+    """
+
+    costs: Costs
+    activation_bytes: Mapping[Cell, float] | None
+    measured: bool
+
+
+def known_from_config(job: JobConfig, layout: Layout) -> Known:
+    """Return what the hints of a configuration say. A virtual stage costs its configured layers, at least one.
+
+    Leading and trailing layers of a model do not count, so that tools that do not know the model plan the same.
+
+    Args:
+        job: The configuration.
+        layout: Its layout.
+    """
+    schedule, link = job.ldt.schedule, job.ldt.link
+    layers = {cell: max(1, count) for cell, count in _configured_layers(layout).items()}
+    per_layer = schedule.layer_activation_mb
+    costs = Costs(
+        forward={cell: count * schedule.layer_forward_ms * _MILLI for cell, count in layers.items()},
+        latency=link.latency_ms * _MILLI,
+        bandwidth=link.bandwidth_mbps * _MEGA / _BITS or None,
+        message_bytes=round(link.message_mb * _MEGA),
+    )
+    kept = None if per_layer is None else {cell: count * per_layer * _MEGA for cell, count in layers.items()}
+    return Known(costs=costs, activation_bytes=kept, measured=False)
+
+
+def known_from_file(source: str | PathLike[str] | Mapping[str, Any], layout: Layout, *, hints: Known) -> Known:
+    """Return what a file of costs says, and the hints where it says nothing.
+
+    Args:
+        source: Path of the file, or its content.
+        layout: The layout.
+        hints: What is known without it.
+
+    Raises:
+        ConfigError: The file cannot be read, or a key or value is wrong.
+    """
+    where = "costs" if isinstance(source, Mapping) else f"costs file {source}"
+    content = source if isinstance(source, Mapping) else read_json(source)
+    for key, value in content.items():
+        if key not in (*_BY_CELL, *_NUMBERS):
+            raise ConfigError.from_problems(
+                [unknown_key(f"{where}: {key}", value, known=(*_BY_CELL, *_NUMBERS), owner="a file of costs")]
+            )
+    cells = {
+        key: _by_virtual_stage(content[key], layout, where=f"{where}: {key}") for key in _BY_CELL if key in content
+    }
+    if "forward_s" not in cells:
+        raise ConfigError.of(
+            f"{where}: forward_s",
+            found=Absent(),
+            expected="seconds of one forward for every cell with layers",
+            fix='add it, like "forward_s": {"0.0": 0.25, "0.1": 1.0, "1.0": 0.25}',
+        )
+    numbers = {key: _number(content[key], where=f"{where}: {key}") for key in _NUMBERS if key in content}
+    old = hints.costs
+    bandwidth = numbers["bandwidth_bytes_per_s"] or None if "bandwidth_bytes_per_s" in numbers else old.bandwidth
+    costs = Costs(
+        forward=cells["forward_s"],
+        backward=cells.get("backward_s", {}),
+        backward_ratio=numbers.get("backward_ratio", old.backward_ratio),
+        latency=numbers.get("latency_s", old.latency),
+        bandwidth=bandwidth,
+        message_bytes=round(numbers.get("message_bytes", old.message_bytes)),
+    )
+    return Known(costs=costs, activation_bytes=cells.get("activation_bytes", hints.activation_bytes), measured=True)
+
+
+def costs_document(known: Known) -> dict[str, Any]:
+    """Return the content of a file of costs that says what is known.
+
+    Args:
+        known: What is known.
+    """
+    costs = known.costs
+    document: dict[str, Any] = {
+        "forward_s": _by_name(costs.forward),
+        "backward_ratio": costs.backward_ratio,
+        "latency_s": costs.latency,
+        "bandwidth_bytes_per_s": costs.bandwidth or 0,
+        "message_bytes": costs.message_bytes,
+    }
+    if costs.backward:
+        document["backward_s"] = _by_name(costs.backward)
+    if known.activation_bytes is not None:
+        document["activation_bytes"] = _by_name(known.activation_bytes)
+    return document
+
+
+def memory_limits(shape: PipelineShape, *, memory_gb: float, activation_bytes: Mapping[Cell, float]) -> Limits:
+    """Return the most micro-batches of one domain that fit into the memory of a rank, for each stage.
+
+    Args:
+        shape: The shape.
+        memory_gb: Gigabytes of a rank that activations in flight may take.
+        activation_bytes: (chunk, stage) -> bytes kept of one micro-batch until its backward.
+
+    Raises:
+        ConfigError: A stage cannot hold a single micro-batch.
+    """
+    limits = []
+    for stage in range(shape.num_stages):
+        owned = shape.virtual_stages_of(stage)
+        domains = shape.slice_size if stage == EDGE_STAGE else 1
+        one = domains * sum(activation_bytes[shape.chunks[index], stage] for index in owned)
+        fitting = int(memory_gb * _GIGA // one) if one else shape.num_micro_batches
+        if fitting < 1:
+            raise ConfigError.of(
+                "ldt.schedule.memory_gb",
+                found=memory_gb,
+                expected=f"at least {one / _GIGA:.3g}, which one micro-batch takes on stage {stage}",
+                fix="raise it, lower the micro-batch size, or checkpoint activations",
+            )
+        limits.append(min(fitting, shape.num_micro_batches))
+    return tuple(limits)
+
+
+def limits_from(job: JobConfig, shape: PipelineShape, known: Known) -> Limits | None:
+    """Return the most micro-batches of one domain in flight on each stage that a configuration allows.
+
+    Args:
+        job: The configuration.
+        shape: The shape.
+        known: What is known; without activation bytes `memory_gb` limits nothing.
+
+    Raises:
+        ConfigError: The memory does not hold a single micro-batch.
+    """
+    schedule = job.ldt.schedule
+    found = [] if schedule.max_in_flight is None else [(schedule.max_in_flight,) * shape.num_stages]
+    if schedule.memory_gb is not None and known.activation_bytes is not None:
+        found.append(memory_limits(shape, memory_gb=schedule.memory_gb, activation_bytes=known.activation_bytes))
+    return tuple(map(min, *found)) if len(found) > 1 else found[0] if found else None
+
+
+def _virtual_stages_by_cell(layout: Layout) -> dict[Cell, Cell]:
+    """Every cell with layers -> the (chunk, stage) of the virtual stage that it is part of."""
+    found: dict[Cell, Cell] = {}
+    start, last = 0, len(layout.matrix) - 1
+    for chunk, row in enumerate(layout.matrix):
+        for stage, configured in enumerate(row):
+            joining = layout.num_leading if (chunk, stage) == (0, EDGE_STAGE) else 0
+            joining += layout.num_trailing if (chunk, stage) == (last, EDGE_STAGE) else 0
+            if configured + joining:
+                virtual = layout.virtual_stage_of_layer(start)
+                found[chunk, stage] = virtual.chunk, virtual.stage
+                start += configured + joining
+    return found
+
+
+def _configured_layers(layout: Layout) -> dict[Cell, int]:
+    """(chunk, stage) of every virtual stage -> its layers without leading and trailing ones."""
+    layers: dict[Cell, int] = {}
+    for (chunk, stage), virtual in _virtual_stages_by_cell(layout).items():
+        layers[virtual] = layers.get(virtual, 0) + layout.matrix[chunk][stage]
+    return layers
+
+
+def _by_virtual_stage(values: object, layout: Layout, *, where: str) -> dict[Cell, float]:
+    owners = _virtual_stages_by_cell(layout)
+    names = {f"{chunk}.{stage}": owner for (chunk, stage), owner in owners.items()}
+    if not isinstance(values, Mapping):
+        raise ConfigError.of(where, found=values, expected='numbers by "chunk.stage"', fix='write {"0.0": 0.25, ...}')
+    found: dict[Cell, float] = {}
+    for name, value in values.items():
+        if name not in names:
+            raise ConfigError.of(
+                f"{where}.{name}",
+                found=value,
+                expected=f"the cells that hold layers, {', '.join(names)}",
+                fix="remove it",
+            )
+        found[names[name]] = found.get(names[name], 0.0) + _number(value, where=f"{where}.{name}")
+    missing = [f"{chunk}.{stage}" for chunk, stage in dict.fromkeys(owners.values()) if (chunk, stage) not in found]
+    if missing:
+        raise ConfigError.of(
+            f"{where}.{missing[0]}", found=Absent(), expected="a number for every virtual stage", fix="add it"
+        )
+    return found
+
+
+def _number(value: object, *, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigError.of(where, found=value, expected="a number >= 0", fix="write a number")
+    return float(value)
+
+
+def _by_name(values: Mapping[Cell, float]) -> dict[str, float]:
+    return {f"{chunk}.{stage}": value for (chunk, stage), value in values.items()}
