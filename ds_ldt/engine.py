@@ -29,6 +29,7 @@ from ds_ldt.intake import Intake, Step
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.optimizer import LDTBF16Optimizer
 from ds_ldt.plan import Channel, PipelineShape, Plan, build_plan
+from ds_ldt.plan.hints import known_from_config, limits_from
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
 from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule
 from ds_ldt.shapes import ShapeTracer
@@ -74,9 +75,12 @@ class LDTPipelineEngine(PipelineEngine):
         """Create the channels of both flows, after agreeing which boundaries carry gradients."""
         with bounded("ds_ldt.initialize", self.grid):
             self._gradient_boundaries = self._agree_on_gradient_boundaries()
-            channels = self._plan(self.micro_batches, training=True).channels()
+            plan = self._plan(self.micro_batches, training=True)
             groups = StreamGroups.create(
-                rank=self.global_rank, channels=channels, timeout_s=self.job.ldt.timeout_s, backend=dist.get_backend()
+                rank=self.global_rank,
+                channels=plan.channels(),
+                timeout_s=self.job.ldt.timeout_s,
+                backend=dist.get_backend(),
             )
         guard = WireGuard(self.module.wire, self.site)
         self.transport = Transport(
@@ -84,7 +88,7 @@ class LDTPipelineEngine(PipelineEngine):
             groups=groups,
             device=self.device,
             timeout_s=self.job.ldt.timeout_s,
-            receive_window=self.num_stages + 1,
+            receive_window=max(self.num_stages + 1, plan.peak_in_flight(self.global_rank)),
             guard=guard,
         )
         tracer = ShapeTracer(
@@ -184,8 +188,14 @@ class LDTPipelineEngine(PipelineEngine):
             num_replicas=self.job.num_replicas,
             gradient_boundaries=self._gradient_boundaries,
         )
-        wanted = self.job.ldt.schedule
-        return build_plan(shape, policy=wanted.policy, training=training, max_in_flight=wanted.max_in_flight)
+        known = known_from_config(self.job, self.module.layout)
+        return build_plan(
+            shape,
+            policy=self.job.ldt.schedule.policy,
+            training=training,
+            costs=known.costs,
+            max_in_flight=limits_from(self.job, shape, known),
+        )
 
     def _train_schedule(self) -> LDTTrainSchedule:
         return LDTTrainSchedule(self._plan(self.micro_batches, training=True), self.global_rank)
