@@ -10,12 +10,13 @@ from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.lower import lower
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.policies import AUTO, EVALUATION, TRAINING
-from ds_ldt.plan.policies.auto import best_of, candidates
+from ds_ldt.plan.policies.auto import Candidate, best_of, tried
 from ds_ldt.plan.policies.depth import Limits
 from ds_ldt.plan.shape import PipelineShape, is_count
 from ds_ldt.plan.validate import validate
 
 _CACHED_PLANS = 64
+_CACHED_CANDIDATES = 16
 
 
 def available_policies() -> tuple[str, ...]:
@@ -79,13 +80,28 @@ def limits_of(shape: PipelineShape, max_in_flight: int | Sequence[int] | None) -
     return limits
 
 
+@lru_cache(maxsize=_CACHED_CANDIDATES)
+def candidate_of(shape: PipelineShape, policy: str, costs: Costs | None, limits: Limits | None) -> Candidate:
+    """Return what a training policy comes to, before it is lowered and proven.
+
+    Args:
+        shape: The shape.
+        policy: Name of a training policy, not `auto`.
+        costs: See `build_plan`.
+        limits: What `limits_of` returns.
+    """
+    return tried(policy, TRAINING[policy], shape, costs=costs, limits=limits)
+
+
 @lru_cache(maxsize=_CACHED_PLANS)
 def _build(shape: PipelineShape, name: str, training: bool, costs: Costs | None, limits: Limits | None) -> Plan:
     if name == AUTO:
-        best = best_of(candidates(TRAINING, shape, costs=costs, limits=limits))
+        best = best_of([candidate_of(shape, each, costs, limits) for each in TRAINING])
         name, orders = best.policy, best.orders
+    elif training:
+        orders = candidate_of(shape, name, costs, limits).orders
     else:
-        orders = (TRAINING if training else EVALUATION)[name](shape, costs=costs, limits=limits)
+        orders = EVALUATION[name](shape, costs=costs, limits=limits)
     plan = lower(orders, shape, policy=name, training=training)
     validate(plan, max_in_flight=limits)
     return plan

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,7 @@ from ds_ldt.plan import Costs, PipelineShape, build_plan, lower_bound, simulate
 from ds_ldt.plan.machine import TICKS_PER_SECOND, Machine
 from ds_ldt.plan.playback import Follow
 from ds_ldt.plan.policies import TRAINING
-from ds_ldt.plan.policies.auto import best_of, candidates
+from ds_ldt.plan.policies.auto import Candidate, best_of, tried
 from ds_ldt.plan.policies.depth import link_caps
 from tests.plan.shapes import full_shape, shapes
 
@@ -25,10 +25,15 @@ LATENCIES = (0, 0.25, 0.5, 1, 2, 4, 8)
 PLANNERS = ("closed_form", "greedy", "auto")
 
 
+def candidates(
+    shape: PipelineShape, costs: Costs, *, limits: tuple[int, ...] | None = None, names: Sequence[str] = (*TRAINING,)
+) -> list[Candidate]:
+    return [tried(name, TRAINING[name], shape, costs=costs, limits=limits) for name in names]
+
+
 def efficiency(shape: PipelineShape, costs: Costs, *, policy: str = "auto") -> float:
     """Of the orders alone: far faster than a validated plan, which other tests show to be the same."""
-    chosen = {policy: TRAINING[policy]} if policy != "auto" else TRAINING
-    best = best_of(candidates(chosen, shape, costs=costs))
+    best = best_of(candidates(shape, costs, names=[*TRAINING] if policy == "auto" else [policy]))
     return lower_bound(shape, costs) * TICKS_PER_SECOND / best.ticks
 
 
@@ -74,7 +79,7 @@ def test_one_domain_reaches_the_bound_with_no_more_in_flight_than_the_link_asks_
         costs = Costs.uniform(shape, edge=edge, latency=latency)
         within = link_caps(shape, costs)
         for limits in (None, within):
-            best = best_of(candidates(TRAINING, shape, costs=costs, limits=limits))
+            best = best_of(candidates(shape, costs, limits=limits))
             assert lower_bound(shape, costs) * TICKS_PER_SECOND / best.ticks >= 0.999
             assert all(peak <= cap for peak, cap in zip(best.peaks, within, strict=True))
 

@@ -6,7 +6,7 @@ does, and of those the first in the list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_ldt.plan.costs import Costs
@@ -37,25 +37,22 @@ class Candidate:
     peaks: tuple[int, ...]
 
 
-def candidates(
-    policies: Mapping[str, Policy], shape: PipelineShape, *, costs: Costs | None = None, limits: Limits | None = None
-) -> tuple[Candidate, ...]:
-    """Return what each policy comes to.
+def tried(
+    name: str, policy: Policy, shape: PipelineShape, *, costs: Costs | None = None, limits: Limits | None = None
+) -> Candidate:
+    """Return what a policy comes to.
 
     Args:
-        policies: Name -> policy.
+        name: Its name.
+        policy: The policy.
         shape: The shape.
         costs: Seconds of computes and messages; None takes nominal ones.
-        limits: The most micro-batches of one domain in flight, by stage; None leaves it to the policies.
+        limits: The most micro-batches of one domain in flight, by stage; None leaves it to the policy.
     """
     machine = Machine.build(shape, nominal_costs(shape) if costs is None else costs, training=True)
-    found = []
-    for name, policy in policies.items():
-        orders = policy(shape, costs=costs, limits=limits)
-        rows = machine.jobs_of(orders)
-        ticks = Follow(machine, rows).play()
-        found.append(Candidate(policy=name, orders=orders, ticks=ticks, peaks=machine.peaks(rows)))
-    return tuple(found)
+    orders = policy(shape, costs=costs, limits=limits)
+    rows = machine.jobs_of(orders)
+    return Candidate(policy=name, orders=orders, ticks=Follow(machine, rows).play(), peaks=machine.peaks(rows))
 
 
 def best_of(found: Sequence[Candidate]) -> Candidate:

@@ -34,7 +34,7 @@ from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
 _LADDER = ((3.0, 1), (2.0, 0), (1.5, 0), (1.0, 0))
 _OTHER_BACKWARDS = 3  # their rank in `pipeline_priority`
 _NEAR = 1 / 4000
-_MOST_JOBS_SHRUNK = 300_000
+_MOST_JOBS_SHRUNK = 200_000
 
 
 def head_before_its_backward(op: Op, virtual_stage: int, shape: PipelineShape) -> int:
