@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from ds_ldt.plan.instructions import Compute, Op
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
@@ -100,6 +100,17 @@ class Costs:
             bandwidth=bandwidth,
             message_bytes=message_bytes,
         )
+
+    def with_margin(self, factor: float) -> Costs:
+        """Return costs with latencies that many times as long, to plan for a link that is not always at its best.
+
+        Too high a latency costs memory only, too low a one costs time: plan for a high percentile.
+
+        Args:
+            factor: At least 1.
+        """
+        longer = {boundary: seconds * factor for boundary, seconds in self.hop_latency.items()}
+        return replace(self, latency=self.latency * factor, hop_latency=longer)
 
     def seconds(self, compute: Compute, shape: PipelineShape) -> float:
         """Return the seconds that a compute keeps its rank busy."""

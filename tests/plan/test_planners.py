@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from ds_ldt.plan.playback import Follow
 from ds_ldt.plan.policies import TRAINING
 from ds_ldt.plan.policies.auto import Candidate, best_of, tried
 from ds_ldt.plan.policies.depth import link_caps
+from tests.benchmarks import planning
 from tests.plan.shapes import full_shape, shapes
 
 LATENCIES = (0, 0.25, 0.5, 1, 2, 4, 8)
@@ -227,6 +229,31 @@ def test_less_memory_costs_time_and_a_tight_cap_still_runs() -> None:
         for cap in (1, 2, 4, 8, None)
     ]
     assert steps == sorted(steps, reverse=True) and steps[0] > 2 * steps[-1]
+
+
+@pytest.mark.parametrize("policy", PLANNERS)
+@pytest.mark.parametrize("d", [1, 2])
+def test_planning_for_a_longer_link_than_there_is_costs_memory_only(d: int, policy: str) -> None:
+    shape = full_shape(4, 2, m=32, d=d)
+    true = Costs.uniform(shape, edge=0.25 / d, latency=2)
+    exact, wary = (build_plan(shape, policy=policy, costs=costs) for costs in (true, true.with_margin(2)))
+    assert lower_bound(shape, true) / simulate(wary, true).makespan >= 0.99
+    late = true.with_margin(2)
+    assert simulate(wary, late).makespan < 0.96 * simulate(exact, late).makespan
+    assert wary.peak_in_flight(0) > exact.peak_in_flight(0)
+
+
+def test_the_benchmark_of_wrong_links_runs_and_its_steps_are_those_of_the_simulator(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = planning.shape_of(3, 2, 6)
+    costs = planning.costs_of(shape, 1.0)
+    plan = build_plan(shape, policy="greedy", costs=costs)
+    exact = planning.step_with_jitter(plan, costs, 0.0, random.Random(0))
+    assert exact == pytest.approx(simulate(plan, costs).makespan)
+    assert planning.step_with_jitter(plan, costs, 1.0, random.Random(0)) > exact
+    planning.main(["--stages", "2", "--micro-batches", "4", "--domains", "1", "--policy", "auto"])
+    assert "auto: P = 2, D = 1, M = 4" in capsys.readouterr().out
 
 
 def test_a_slow_stage_decides_the_depth() -> None:
