@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import cProfile
 import ctypes
+import io
 import os
+import pstats
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,8 +79,9 @@ class Place:
 
     Attributes:
         edge_ranks: ranks on the edge.
-        link: name of the emulated link; None where the link is within the processes.
-        directory: where processes leave the times of their messages for each other, if the link is within them.
+        link: name of the emulated link, if there is one.
+        directory: where processes leave the times of their messages for each other, if the link is within them; None
+            and no `link`: there is none between the sites.
     """
 
     edge_ranks: tuple[int, ...]
@@ -104,7 +108,7 @@ def prepare(place: Place) -> None:
     torch.set_num_threads(1)
     precise_sleeps()
     ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at first use
-    if place.link is None:
+    if place.directory is not None:
         from tests.benchmarks.delay import install
 
         _process["delay"] = install(place.edge_ranks, place.directory)
@@ -138,6 +142,21 @@ def run_steps(count: int) -> dict[str, Any]:
     return {"ends": ends, "worked_s": Stopwatch.worked_s, "cpu_s": time.process_time() - before}
 
 
+def count_instructions() -> int:
+    """Instructions of this rank in a step of a DeepSpeed engine."""
+    return sum(len(commands) for commands in _process["engine"]._train_schedule())
+
+
+def profile_steps(count: int, lines: int) -> str:
+    """Train `count` steps under a profiler; what took most of the main thread's own time."""
+    with cProfile.Profile() as profile:
+        for _ in range(count):
+            _process["step"]()
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(lines)
+    return text.getvalue()
+
+
 def _enter(name: str) -> None:
     """Move this process into a network namespace (Python 3.11 has no os.setns)."""
     with open(f"/run/netns/{name}") as there:
@@ -167,7 +186,7 @@ def _ds_ldt(row: Row, setup: Any, latency_s: float) -> Callable[[], Any]:
         "ldt": {
             "pipeline_num_layers": setup.matrix,
             "cloud": {"data_parallel_size": row.domains},
-            "schedule": {"policy": row.policy, "layer_forward_ms": setup.layer_s * 1e3},
+            "schedule": {"policy": row.policy, "layer_forward_ms": setup.layer_s * 1e3 or 1.0},
             "link": {
                 "latency_ms": latency_s * 1e3,
                 "bandwidth_mbps": setup.mbps,

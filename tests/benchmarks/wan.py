@@ -120,7 +120,14 @@ def bound(setup: Setup, latency_s: float, domains: int) -> float:
     shape = PipelineShape.from_layout(
         layout, num_micro_batches=setup.num_micro_batches, num_domains=domains, num_replicas=1
     )
-    costs = Costs.uniform(shape, edge=setup.layer_s, cloud=setup.stage_s, latency=latency_s)
+    costs = Costs.uniform(
+        shape,
+        edge=setup.layer_s,
+        cloud=setup.stage_s,
+        latency=latency_s,
+        bandwidth=setup.mbps * 1e6 / 8 or None,
+        message_bytes=setup.message_bytes,
+    )
     return lower_bound(shape, costs)
 
 
