@@ -128,8 +128,8 @@ class LDTPipelineEngine(PipelineEngine):
         return self._under_construction or self.stage_id == 0
 
     def destroy(self) -> None:
-        """Finish what is being sent, end the threads of the channels, and do what the parent does."""
-        if "transport" in self.__dict__:
+        """Finish what is being sent (unless a step has failed), end the channels' threads, do what the parent does."""
+        if "transport" in self.__dict__ and not self.transport.is_closed:
             self.intake.close()
             self.transport.close()
         super().destroy()

@@ -294,6 +294,11 @@ class Transport:
         for outbox in self._outboxes.values():
             outbox.drain()
 
+    @property
+    def is_closed(self) -> bool:
+        """True after `close` or `abort`: nothing is sent or received any more."""
+        return self._closed
+
     def close(self) -> None:
         """Ends the threads of the outbound channels once their messages are through. The groups stay.
 
