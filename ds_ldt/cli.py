@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     draw = commands.add_parser("draw", help="draw the planned timeline, a measured one, or both")
     draw.add_argument("config", nargs="?", help="DeepSpeed JSON with an ldt section")
     draw.add_argument("-o", "--output", required=True, help="the picture: .svg, .png or .pdf")
-    draw.add_argument("--trace", help="Chrome trace of a run (events named like F0.3.1, tid = rank)")
+    draw.add_argument("--trace", help="Chrome trace of a run (events named like F0.3.1, tid = rank), or a directory")
     draw.add_argument("--step", type=int, help="training step of the trace; the last one by default")
     draw.add_argument("--arrows", action="store_true", help="draw the messages over the link")
     for command in (plan, draw):

@@ -30,10 +30,10 @@ from ds_ldt.module import LDTPipelineModule
 from ds_ldt.optimizer import LDTBF16Optimizer
 from ds_ldt.plan import Channel, PipelineShape, Plan, build_plan
 from ds_ldt.plan.hints import known_from_config, limits_from
+from ds_ldt.recording import Recording
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
 from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule
 from ds_ldt.shapes import ShapeTracer
-from ds_ldt.trace import StepTrace
 from ds_ldt.transport import StreamGroups, Transport
 from ds_ldt.wire import WireGuard, signature_of
 
@@ -66,7 +66,7 @@ class LDTPipelineEngine(PipelineEngine):
         self._results: dict[tuple[int, int], Any] = {}
         self._logits: dict[tuple[int, int], Any] = {}
         self._step: Step | None = None
-        self._trace: StepTrace | None = None
+        self._recording: Recording | None = None
         self._connect()
         if training_data is not None and self.site == "edge":
             self._build_data_iter(training_data)
@@ -384,7 +384,7 @@ class LDTPipelineEngine(PipelineEngine):
         self._step = self.intake.open(plan, self.data_iterator)
         try:
             self.transport.begin_step(self.intake.receives(self._step))
-            with self._traced(plan):
+            with self._recorded(plan):
                 super()._exec_schedule(pipe_schedule)
             self.transport.end_step()
         except BaseException:
@@ -392,21 +392,21 @@ class LDTPipelineEngine(PipelineEngine):
             raise
 
     @contextmanager
-    def _traced(self, plan: Plan) -> Iterator[None]:
+    def _recorded(self, plan: Plan) -> Iterator[None]:
         """Record the training steps that ``ldt.trace`` names, and write them when the last of them is over."""
         wanted, step = self.job.ldt.trace, self.global_steps + 1
         if wanted is None or not plan.training or not wanted.steps[0] <= step <= wanted.steps[1]:
             yield
             return
-        if self._trace is None:
-            self._trace = StepTrace(self.global_rank, plan.shape.describe_rank(self.global_rank))
-        self._INSTRUCTION_MAP = self._trace.wrap(type(self)._INSTRUCTION_MAP)
+        if self._recording is None:
+            self._recording = Recording(self.global_rank, plan.shape.describe_rank(self.global_rank))
+        self._INSTRUCTION_MAP = self._recording.wrap(type(self)._INSTRUCTION_MAP, step=step)
         try:
             yield
         finally:
             del self._INSTRUCTION_MAP
         if step == wanted.steps[1]:
-            self._trace.write(wanted.path)
+            self._recording.write(wanted.path)
 
     def _aggregate_total_loss(self) -> Tensor:
         return self._mean_loss

@@ -52,7 +52,7 @@ def read_trace(path: str | PathLike[str], *, step: int | None = None) -> Timelin
     """Return the timeline of one step of a Chrome trace.
 
     Args:
-        path: The trace.
+        path: The trace, or a directory of traces, of one rank each, as a run with `ldt.trace` leaves it.
         step: The training step; None takes the last one in the trace.
 
     Raises:
@@ -87,6 +87,8 @@ def read_trace(path: str | PathLike[str], *, step: int | None = None) -> Timelin
 
 
 def _events(path: str | PathLike[str], where: str) -> list[Any]:
+    if Path(path).is_dir():
+        return [event for one in sorted(Path(path).glob("*.json")) for event in _events(one, f"trace {one}")]
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_ldt.plan.trace import read_trace
 from tests.engine.behaviour import Square, TiedLinear
 from tests.engine.cases import config, layout
 from tests.engine.parity import assert_parity, oracle
@@ -320,6 +321,9 @@ def test_a_trace_holds_what_each_rank_did_in_the_chosen_steps(groups: GroupPool,
                 arrows[event["ph"]].append(event["id"])
     assert arrows["s"]
     assert sorted(arrows["s"]) == sorted(arrows["f"])
+    timeline = read_trace(tmp_path, step=3)
+    assert {rank: [str(compute) for compute in timeline.order_of(rank)] for rank in range(3)} == orders
+    assert 0 < timeline.makespan < 60
 
 
 @pytest.mark.parametrize("interval", [1, 2])

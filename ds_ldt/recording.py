@@ -34,7 +34,7 @@ _OP = {"ForwardPass": Op.FORWARD, "BackwardPass": Op.BACKWARD}
 Handler = Callable[..., None]
 
 
-class StepTrace:
+class Recording:
     """Records the instructions that a rank executes.
 
     Args:
@@ -44,16 +44,22 @@ class StepTrace:
 
     def __init__(self, rank: int, label: str) -> None:
         self._rank = rank
+        self._step = 0
         self._events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": label}}
         ]
 
-    def wrap(self, handlers: Mapping[type, Handler]) -> dict[type, Handler]:
+    def wrap(self, handlers: Mapping[type, Handler], *, step: int) -> dict[type, Handler]:
         """Make handlers that do the same and leave a span each.
+
+        Args:
+            handlers: instruction type -> handler.
+            step: the training step that they are for, counted from 1.
 
         On an accelerator every instruction then waits for the device, so that its span is its own work; a traced step
         is slower than others.
         """
+        self._step = step
         return {kind: self._timed(kind.__name__, handler) for kind, handler in handlers.items()}
 
     def _timed(self, kind: str, handler: Handler) -> Handler:
@@ -79,7 +85,7 @@ class StepTrace:
             "ts": start / 1e3,
             "dur": (end - start) / 1e3,
         }
-        details = {"instruction": kind, **(key._asdict() if key is not None else {})}
+        details = {"step": self._step, "instruction": kind, **(key._asdict() if key is not None else {})}
         self._events.append({**span, **place, "args": details})
         if channel is not None and key is not None:
             sends = kind.startswith("Send")
@@ -88,7 +94,7 @@ class StepTrace:
                 "bp": "e",
                 "name": channel.flow.value,
                 "cat": LINK,
-                "id": f"{channel.flow.value}.{channel.boundary}.{channel.domain}.{key.micro_batch}",
+                "id": f"{self._step}.{channel.flow.value}.{channel.boundary}.{channel.domain}.{key.micro_batch}",
                 "ts": (start if sends else end) / 1e3,
             }
             self._events.append({**arrow, **place})
