@@ -76,7 +76,7 @@ def points_with_one_domain() -> Iterator[tuple[int, int, float]]:
 
 @pytest.mark.parametrize("edge", [0.1, 0.25])
 def test_one_domain_reaches_the_bound_with_no_more_in_flight_than_the_link_asks_for(edge: float) -> None:
-    for p, m, latency in [*points_with_one_domain()][::5]:
+    for p, m, latency in [*[*points_with_one_domain()][::5], (5, 32, 4)]:
         shape = full_shape(p, 2, m=m)
         costs = Costs.uniform(shape, edge=edge, latency=latency)
         within = link_caps(shape, costs)
@@ -160,7 +160,7 @@ def test_auto_is_no_slower_than_any_policy_and_tells_which_one_it_took(
     auto = build_plan(shape, policy="auto", costs=costs)
     assert auto == build_plan(shape, policy=auto.policy, costs=costs)
     if costs.bandwidth is None:  # simultaneous messages may take the link in another sequence
-        assert steps[auto.policy] <= min(steps.values()) * (1 + 1 / 4000) + 1e-6
+        assert steps[auto.policy] <= min(steps.values()) * (1 + 1 / 1200) + 1e-6
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,6 +1,6 @@
 """`auto`: the best of the training policies when played with the costs that are known.
 
-The fastest wins. Of those that are as fast, to a four-thousandth, the one with the fewest micro-batches in flight
+The fastest wins. Of those that are as fast, to one part in 1200, the one with the fewest micro-batches in flight
 does, and of those the first in the list.
 """
 
@@ -17,7 +17,7 @@ from ds_ldt.plan.policies.depth import Limits, nominal_costs
 from ds_ldt.plan.policies.policy import Policy
 from ds_ldt.plan.shape import PipelineShape
 
-_NEAR = 1 / 4000
+_NEAR = 1 / 1200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

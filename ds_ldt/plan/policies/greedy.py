@@ -2,10 +2,10 @@
 
 1. Play the list schedule (`ds_ldt.plan.list_schedule`) for a ladder of depths: for V = 2 first
    K_p = P-p+1 + ceil(2L/t), then the shallowest first K_p = 1 + ceil(rt_p / tau) + slack with
-   (tau, slack) = (3t, 1), (2t, 0), (1.5t, 0), (t, 0); each with three rules for what the edge does first.
-   Keep the fastest; stop at the lower bound.
+   (tau, slack) = (3t, 1), (2t, 0), (1.5t, 0), (t, 0); each with four rules for what the edge does first.
+   Keep the fastest; stop at the lower bound, give or take that part in 1200.
 2. Take micro-batches out of flight again, first on all stages alike, then stage by stage, as long as the step becomes
-   no longer than a four-thousandth.
+   no longer, or stays within a part in 1200 of the bound.
 
 t is the forward time of the slowest cloud stage, rt_p the unloaded time from the first to the last compute of a
 micro-batch on stage p.
@@ -33,7 +33,8 @@ from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
 
 _LADDER = ((3.0, 1), (2.0, 0), (1.5, 0), (1.0, 0))
 _OTHER_BACKWARDS = 3  # their rank in `pipeline_priority`
-_NEAR = 1 / 4000
+_TAIL_LAST = (0, 4, 2, 3, 1)  # by the rank in `pipeline_priority`
+_NEAR = 1 / 1200
 _MOST_JOBS_SHRUNK = 200_000
 
 
@@ -53,7 +54,18 @@ def head_before_tail(op: Op, virtual_stage: int, shape: PipelineShape) -> int:
     return 1 if (op, virtual_stage) == (Op.FORWARD, 0) else rank + 1
 
 
-RULES: tuple[Priority, ...] = (pipeline_priority, head_before_its_backward, head_before_tail)
+def tail_last(op: Op, virtual_stage: int, shape: PipelineShape) -> int:
+    """Rank as `pipeline_priority` does, but new micro-batches first on the edge, and the tail's forwards last.
+
+    Where memory is just enough this makes room for new micro-batches as early as can be.
+    """
+    rank = pipeline_priority(op, virtual_stage, shape)
+    if shape.stages[virtual_stage] != EDGE_STAGE:
+        return rank
+    return _TAIL_LAST[rank]
+
+
+RULES: tuple[Priority, ...] = (pipeline_priority, head_before_its_backward, head_before_tail, tail_last)
 """The rules that are tried, in this sequence."""
 
 
@@ -76,8 +88,9 @@ def orders(shape: PipelineShape, *, costs: Costs | None = None, limits: Limits |
     costs = nominal_costs(shape) if costs is None else costs
     machine = Machine.build(shape, costs, training=True)
     bound = lower_bound(shape, costs) * TICKS_PER_SECOND
-    best = _fastest(machine, _ladder(shape, costs, limits), good_enough=bound * (1 + _NEAR))
-    return machine.orders_of(_shrunk(machine, best, allowed=max(best.ticks, bound) * (1 + _NEAR)).rows)
+    good_enough = bound * (1 + _NEAR)
+    best = _fastest(machine, _ladder(shape, costs, limits), good_enough=good_enough)
+    return machine.orders_of(_shrunk(machine, best, allowed=max(best.ticks, good_enough)).rows)
 
 
 def _ladder(shape: PipelineShape, costs: Costs, limits: Limits | None) -> Iterator[tuple[int, ...]]:
