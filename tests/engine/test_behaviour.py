@@ -234,9 +234,11 @@ def test_S29_bf16_steps_are_close_to_fp32_steps(groups: GroupPool, sizes: dict[s
 
 
 def test_S33_what_a_rank_holds_does_not_grow_with_the_number_of_micro_batches(groups: GroupPool) -> None:
-    few = run(groups, 2, "count_live_buffers", config(layout(2, 2), num_micro_batches=8))
-    many = run(groups, 2, "count_live_buffers", config(layout(2, 2), num_micro_batches=32))
+    near = {"link": {"latency_ms": 1}, "schedule": {"layer_forward_ms": 1}}  # a far link wants more in flight
+    few = run(groups, 2, "count_live_buffers", config(layout(2, 2), num_micro_batches=12, ldt=near))
+    many = run(groups, 2, "count_live_buffers", config(layout(2, 2), num_micro_batches=48, ldt=near))
     assert many == few
+    assert max(few) < 24, "each micro-batch in flight takes two buffers on a rank"
     assert run(groups, 2, "garbage_remains", config(layout(2, 2), num_micro_batches=8)) == [0, 0]
 
 
