@@ -6,6 +6,7 @@ are checked here, before anything can wait for anybody; each fault is one line t
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -248,10 +249,8 @@ def _number(environ: Mapping[str, str], name: str, *, at_least: int) -> int:
 
 def _is_loopback(host: str) -> bool:
     """Return whether a host name or address leads to this machine's loopback interface only."""
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        pass
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
