@@ -215,7 +215,7 @@ def machine() -> str:
 
 def say(text: str) -> None:
     """Progress, on standard error."""
-    sys.stderr.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
+    sys.stderr.write(f"[{time.strftime('%H:%M:%S')}, load {os.getloadavg()[0]:.1f}] {text}\n")
     sys.stderr.flush()
 
 
