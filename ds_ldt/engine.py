@@ -359,14 +359,17 @@ class LDTPipelineEngine(PipelineEngine):
     def _in_order(self, values: dict[tuple[int, int], Any]) -> list[Any] | None:
         return [values[key] for key in sorted(values)] if self.site == "edge" else None
 
-    def _mean_of_results(self) -> Tensor:
-        """Mean of the step's results over every micro-batch and domain, on every rank of both sites."""
+    def _sum_of_results(self) -> Tensor:
+        """Sum of this rank's results of the step, in the order of their keys, as a vector of one float32."""
         total = torch.zeros(1, dtype=torch.float32, device=self.device)
         for key in sorted(self._results):
             total += self._results[key].float().sum()
+        return total
+
+    def _mean_of_results(self) -> Tensor:
+        """Mean of the step's results over every micro-batch and domain, on every rank of both sites."""
         with bounded("eval_batch", self.grid):
-            total = sum_over_sites(total, self.grid)
-        return total[0] / self._num_results()
+            return sum_over_sites(self._sum_of_results(), self.grid)[0] / self._num_results()
 
     def _num_results(self) -> int:
         return self._current.plan.shape.num_micro_batches * self.job.num_domains
@@ -519,10 +522,7 @@ class LDTPipelineEngine(PipelineEngine):
         with bounded("train_batch (gradient reduction)", self.grid):
             if self.grid.num_physical_replicas > 1:
                 self.buffered_allreduce_fallback(grads=gradients, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
-            loss = torch.zeros(1, dtype=torch.float32, device=self.device)
-            for key in sorted(self._results):
-                loss += self._results[key].float().sum()
-            norm, summed = global_norm(gradients, self.grid, loss)
+            norm, summed = global_norm(gradients, self.grid, self._sum_of_results())
         self._mean_loss = summed[0] / self._num_results()
         self._norm = norm
         self._global_grad_norm = norm.item()

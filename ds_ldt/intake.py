@@ -86,6 +86,7 @@ class Intake:
         self._guard = guard
         self._tracer = tracer
         self._num_steps = 0
+        self._inbound_of: dict[str, dict[Channel, tuple[int, ...]]] = {}
         self._control = ControlLink(rank=grid.global_rank, groups=groups, timeout_s=grid.timeout_s, guard=guard)
         if grid.site == "cloud":
             self._edge_rank = grid.rank_map.rank_serving(stage=0, domain=grid.domains[0])
@@ -114,17 +115,24 @@ class Intake:
     def receives(self, step: Step) -> dict[Channel, list[tuple[int, Signature]]]:
         """What this rank will receive in a step: per channel the micro-batches in order, with their signatures."""
         expected: dict[Channel, list[tuple[int, Signature]]] = {}
-        for channel in step.plan.channels():
-            if channel.destination != self._grid.global_rank:
-                continue
-            messages = []
-            for micro_batch in step.plan.receive_order(channel):
+        for channel, micro_batches in self._inbound(step.plan).items():
+            messages = expected[channel] = []
+            for micro_batch in micro_batches:
                 signature = step.signatures[micro_batch, channel.domain][channel.boundary]
                 if channel.flow is Flow.GRADIENT:
                     signature = gradient_signature(signature)
                 messages.append((micro_batch, signature))
-            expected[channel] = messages
         return expected
+
+    def _inbound(self, plan: Plan) -> dict[Channel, tuple[int, ...]]:
+        """The channels that end on this rank and the order of their messages; read off a plan once, not every step."""
+        if plan.fingerprint not in self._inbound_of:
+            self._inbound_of[plan.fingerprint] = {
+                channel: plan.receive_order(channel)
+                for channel in plan.channels()
+                if channel.destination == self._grid.global_rank
+            }
+        return self._inbound_of[plan.fingerprint]
 
     def _step_id(self, plan: Plan, domain: int) -> StepId:
         return StepId(

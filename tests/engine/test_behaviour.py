@@ -15,7 +15,7 @@ from ds_ldt.plan.trace import read_trace
 from tests.engine.behaviour import Square, TiedLinear
 from tests.engine.cases import config, layout
 from tests.engine.parity import assert_parity, oracle
-from tests.engine.scenarios import SCENARIOS
+from tests.engine.scenarios import SCENARIOS, shapes_after_stem, wrong_shapes_after_stem
 from tests.harness import GroupPool
 from tests.toy import Points, Trace, build_unsplit, domain_batches, layer_classes, train_unsplit
 
@@ -69,6 +69,21 @@ def test_S05_with_fixed_shapes_other_lengths_are_refused_before_any_compute(grou
     edge, *cloud = run(groups, 3, "train_scenario", "S05", settings, 1, {"dynamic_shape": False}, check=False)
     assert edge.is_a("ConfigError") and "dynamic_shape" in edge.message
     assert all(failure.is_a("LinkError") and "failed to draw" in failure.message for failure in cloud)
+
+
+def test_a_model_may_say_the_shapes_of_its_head_instead_of_having_them_traced(groups: GroupPool) -> None:
+    settings = config(SCENARIOS["S05"].matrix, num_micro_batches=3)
+    ranks = run(groups, 3, "train_scenario", "S05", settings, 2, {"head_shapes": shapes_after_stem})
+    assert_parity(ranks, scenario_oracle("S05", settings, 2), "SGD")
+
+
+def test_outputs_of_other_shapes_than_announced_are_refused_before_they_are_sent(groups: GroupPool) -> None:
+    settings = config(SCENARIOS["S05"].matrix, num_micro_batches=3)
+    options = {"head_shapes": wrong_shapes_after_stem}
+    edge, *cloud = run(groups, 3, "train_scenario", "S05", settings, 1, options, check=False)
+    assert edge.is_a("LinkError")
+    assert "was announced to the receiver" in edge.message
+    assert all(failure.is_a("LinkError") for failure in cloud)
 
 
 def test_every_boundary_may_have_a_width_of_its_own(groups: GroupPool) -> None:
