@@ -32,7 +32,7 @@ def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[s
         "number of layers": num_layers,
         "train_micro_batch_size_per_gpu": job.micro_batch_size,
         "gradient_accumulation_steps": job.num_micro_batches,
-        "ldt.pipeline_num_layers": [list(row) for row in job.ldt.pipeline_num_layers],
+        "ldt.pipeline_num_layers": job.ldt.configured_layers,
         "ldt.edge": job.ldt.edge.model_dump(),
         "ldt.cloud": job.ldt.cloud.model_dump(),
         "ldt.schedule": job.ldt.schedule.model_dump(),

@@ -228,7 +228,7 @@ def _commit(engine: LDTPipelineEngine, staging: Path, target: Path) -> None:
         "format": FORMAT,
         "site": engine.site,
         "global_steps": engine.global_steps,
-        "pipeline_num_layers": [list(row) for row in engine.module.layout.matrix],
+        "pipeline_num_layers": engine.module.layout.configured,
         "data_parallel_size": engine.grid.num_physical_replicas,
         "files": files,
     }

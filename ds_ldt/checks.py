@@ -19,6 +19,8 @@ MIN_CHUNKS = 2
 MIN_STAGES = 2
 
 Matrix = tuple[tuple[int, ...], ...]
+Matrices = dict[str, Matrix]
+"""Modality -> its matrix, in the order in which a micro-batch meets the modalities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,36 +85,33 @@ def cells_in_order(matrix: Matrix, *, num_leading: int, num_trailing: int) -> li
     return [cell for cell in cells if cell.configured + cell.joining]
 
 
-def matrix_form(matrix: object) -> ConfigProblem | None:
-    """Check that a matrix is rectangular, at least 2 x 2, of whole numbers >= 0."""
-    fix = 'write it as in "pipeline_num_layers": [[2, 13, 13], [2, 0, 0]]'
-    if isinstance(matrix, dict):
-        return ConfigProblem(
-            key=MATRIX_KEY,
-            found=matrix,
-            expected=f"one matrix (a matrix for each of several modalities, here {', '.join(map(str, matrix))}, "
-            "is not supported yet)",
-            fix=fix,
-        )
+def matrix_form(matrix: object, *, key: str = MATRIX_KEY) -> ConfigProblem | None:
+    """Check that a matrix is rectangular, at least 2 x 2, of whole numbers >= 0.
+
+    Args:
+        matrix: The matrix as configured.
+        key: The path of its setting.
+    """
+    fix = f'write it as in "{key.rpartition(".")[2]}": [[2, 13, 13], [2, 0, 0]]'
     if not _is_list(matrix) or not all(_is_list(row) for row in matrix):
         expected = "a list of chunks, each a list of layer counts, one count per stage"
-        return ConfigProblem(key=MATRIX_KEY, found=matrix, expected=expected, fix=fix)
+        return ConfigProblem(key=key, found=matrix, expected=expected, fix=fix)
     if len(matrix) < MIN_CHUNKS:
         return ConfigProblem(
-            key=MATRIX_KEY,
+            key=key,
             found=Absent(f"{_listed(matrix)}, which is {len(matrix)} chunk{'' if len(matrix) == 1 else 's'}"),
             expected=f"at least {MIN_CHUNKS} chunks, because the first and the last layers are both on the edge",
             fix="add a last chunk that holds the last layers on stage 0, e.g. [2, 0, 0]",
         )
-    return _rows_form(matrix)
+    return _rows_form(matrix, key)
 
 
-def _rows_form(matrix: Sequence[Sequence[object]]) -> ConfigProblem | None:
+def _rows_form(matrix: Sequence[Sequence[object]], key: str) -> ConfigProblem | None:
     width = max(len(matrix[0]), MIN_STAGES)
     for chunk, row in enumerate(matrix):
         if len(row) != width:
             return ConfigProblem(
-                key=f"{MATRIX_KEY}[{chunk}]",
+                key=f"{key}[{chunk}]",
                 found=row,
                 expected=f"{width} layer counts (one for the edge and one per cloud stage), as many in every chunk",
                 fix="write 0 where a stage holds no layers of a chunk",
@@ -120,7 +119,7 @@ def _rows_form(matrix: Sequence[Sequence[object]]) -> ConfigProblem | None:
         for stage, count in enumerate(row):
             if not is_whole(count, 0):
                 return ConfigProblem(
-                    key=f"{MATRIX_KEY}[{chunk}][{stage}]",
+                    key=f"{key}[{chunk}][{stage}]",
                     found=count,
                     expected="a whole number of layers, 0 or more",
                     fix=f"write how many layers stage {stage} holds in chunk {chunk}",
@@ -136,16 +135,25 @@ def _listed(matrix: Sequence[Sequence[object]]) -> list[list[object]]:
     return [list(row) for row in matrix]
 
 
-def matrix_sum(matrix: Matrix, num_layers: int) -> ConfigProblem | None:
-    """Check that the matrix distributes exactly the layers of the model."""
+def matrix_sum(
+    matrix: Matrix, num_layers: int, *, key: str = MATRIX_KEY, owner: str = "the model"
+) -> ConfigProblem | None:
+    """Check that a matrix distributes exactly the layers there are.
+
+    Args:
+        matrix: The matrix.
+        num_layers: Number of layers to distribute.
+        key: The path of its setting.
+        owner: Whose layers they are.
+    """
     total = sum(map(sum, matrix))
     if total == num_layers:
         return None
     change = f"add {num_layers - total} to" if num_layers > total else f"take {total - num_layers} from"
     return ConfigProblem(
-        key=MATRIX_KEY,
+        key=key,
         found=Absent(f"{_listed(matrix)}, whose sum is {total}"),
-        expected=f"a sum of {num_layers}, the number of layers of the model",
+        expected=f"a sum of {num_layers}, the number of layers of {owner}",
         fix=f"{change} the counts, so that every layer is held exactly once",
     )
 
@@ -161,14 +169,9 @@ def matrix_sites(
         num_trailing: Layers that join the tail.
         allow_exposed_edge: Accept a head (tail) of leading (trailing) layers only.
     """
-    for stage in range(1, len(matrix[0])):
-        if not any(row[stage] for row in matrix):
-            return ConfigProblem(
-                key=MATRIX_KEY,
-                found=Absent(f"{_listed(matrix)}, with no layers on stage {stage}"),
-                expected="at least one layer on every cloud stage",
-                fix=f"give stage {stage} layers in some chunk, or remove its column and its ranks",
-            )
+    problem = empty_stage(matrix, found=f"{_listed(matrix)}")
+    if problem is not None:
+        return problem
     cells = cells_in_order(matrix, num_leading=num_leading, num_trailing=num_trailing)
     last_chunk = len(matrix) - 1
     problem = _end_on_edge(cells, matrix, end="first", chunk=0) or _end_on_edge(
@@ -177,6 +180,24 @@ def matrix_sites(
     if problem is not None or allow_exposed_edge:
         return problem
     return _exposed(cells, end="first", chunk=0) or _exposed(cells[::-1], end="last", chunk=last_chunk)
+
+
+def empty_stage(matrix: Matrix, *, found: str) -> ConfigProblem | None:
+    """Check that every cloud stage holds a layer.
+
+    Args:
+        matrix: Layers of all modalities in every cell.
+        found: What the configuration says, for the message.
+    """
+    for stage in range(1, len(matrix[0])):
+        if not any(row[stage] for row in matrix):
+            return ConfigProblem(
+                key=MATRIX_KEY,
+                found=Absent(f"{found}, with no layers on stage {stage}"),
+                expected="at least one layer on every cloud stage",
+                fix=f"give stage {stage} layers in some chunk, or remove its column and its ranks",
+            )
+    return None
 
 
 def _end_on_edge(cells: Sequence[Cell], matrix: Matrix, *, end: str, chunk: int) -> ConfigProblem | None:

@@ -22,7 +22,7 @@ from typing import Any
 from ds_ldt.config import JobConfig, LDTConfig, load_config
 from ds_ldt.errors import LDTError
 from ds_ldt.json_file import read_json
-from ds_ldt.layout import Layout
+from ds_ldt.layout import Layout, VirtualStage
 from ds_ldt.plan import PipelineShape, Timeline
 from ds_ldt.plan.compare import differences
 from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from
@@ -123,14 +123,7 @@ def _load(options: argparse.Namespace) -> _Job:
             place = inner
         place[path[-1]] = value
     config = load_config(settings)
-    matrix = config.ldt.pipeline_num_layers
-    layout = Layout.build(
-        matrix,
-        # Only a model knows its embedding and its output layer. Where the edge's cell is empty, they are all it has.
-        num_leading=0 if matrix[0][0] else 1,
-        num_trailing=0 if matrix[-1][0] else 1,
-        allow_exposed_edge=config.ldt.allow_exposed_edge,
-    )
+    layout = _layout(config.ldt)
     shape = PipelineShape.from_layout(
         layout,
         num_micro_batches=config.num_micro_batches,
@@ -141,6 +134,16 @@ def _load(options: argparse.Namespace) -> _Job:
     if options.costs is not None:
         known = known_from_file(options.costs, layout, hints=known)
     return _Job(config=config, layout=layout, shape=shape, known=known, limits=limits_from(config, shape, known))
+
+
+def _layout(ldt: LDTConfig) -> Layout:
+    """Lay out layers without a model. Only a model knows the layers that join those it counts."""
+    layers, exposed = ldt.pipeline_num_layers, ldt.allow_exposed_edge
+    if isinstance(layers, dict):
+        return Layout.build(layers, num_leading=1, num_between=1, num_trailing=1, allow_exposed_edge=exposed)
+    # Where the edge's cell is empty, they are all it has.
+    leading, trailing = (0 if row[0] else 1 for row in (layers[0], layers[-1]))
+    return Layout.build(layers, num_leading=leading, num_trailing=trailing, allow_exposed_edge=exposed)
 
 
 def _report(job: _Job) -> Report:
@@ -202,18 +205,26 @@ def _layer_lines(job: _Job) -> Iterator[str]:
         f"{config.world_size} ranks"
     )
     yield "layers in the sequence in which a micro-batch meets them, without embedding and output layer:"
-    first = 0
-    for virtual in layout.virtual_stages:
-        ends = (layout.num_leading, 0), (layout.num_trailing, layout.num_virtual_stages - 1)
-        count = virtual.num_layers - sum(joining for joining, index in ends if index == virtual.index)
+    rows = [_held(layout, virtual) for virtual in layout.virtual_stages]
+    width = max(len("layers 100-127 "), *map(len, rows))
+    for virtual, held in zip(layout.virtual_stages, rows, strict=True):
         place = "edge " if virtual.stage == 0 else "cloud"
-        held = f"{first}-{first + count - 1}" if count else "none"
         seconds = job.known.costs.forward[virtual.chunk, virtual.stage]
         yield (
             f"  virtual stage {virtual.index}  {place} stage {virtual.stage}, chunk {virtual.chunk}  "
-            f"layers {held:<8} forward {_seconds(seconds)}"
+            f"{held:<{width}} forward {_seconds(seconds)}"
         )
-        first += count
+
+
+def _held(layout: Layout, virtual: VirtualStage) -> str:
+    """Return the layers of a virtual stage, each numbered within its modality, e.g. `layers 2-14`."""
+    found = []
+    for name, _ in layout.matrices:
+        part = layout.parts[name]
+        first, last = max(part.start, virtual.start), min(part.stop, virtual.stop) - 1
+        if first <= last:
+            found.append(f"{name} {first - part.start}-{last - part.start}")
+    return ", ".join(found) or "layers none"
 
 
 def _cost_lines(job: _Job) -> Iterator[str]:

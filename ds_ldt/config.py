@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ds_ldt.checks import (
     Batch,
+    Matrices,
     Matrix,
     complete_batch,
     edge_divides_cloud,
@@ -29,6 +30,7 @@ from ds_ldt.checks import (
 from ds_ldt.deepspeed_settings import batch_numbers, deepspeed_problems
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.json_file import read_json
+from ds_ldt.modalities import MODALITIES, listed, mapping_form, matrices_sites
 from ds_ldt.spelling import unknown_key
 
 _WEEK_S = 604800.0
@@ -121,7 +123,8 @@ class LDTConfig(_Section):
     """The "ldt" section.
 
     Attributes:
-        pipeline_num_layers: V x P layers per (chunk, stage) cell.
+        pipeline_num_layers: V x P layers per (chunk, stage) cell; for a model of two modalities a mapping from each
+            modality to such a matrix.
         edge: Sizes of the edge.
         cloud: Sizes of the cloud.
         schedule: The schedule policy and its memory cap.
@@ -133,7 +136,7 @@ class LDTConfig(_Section):
         trace: Which steps are recorded for `ds-ldt draw --trace` and Perfetto; None for none.
     """
 
-    pipeline_num_layers: Matrix = Field(
+    pipeline_num_layers: Matrix | Matrices = Field(
         description="a list of chunks, each a list of layer counts, one count per stage",
         examples=["[[2, 13, 13], [2, 0, 0]]"],
     )
@@ -155,28 +158,40 @@ class LDTConfig(_Section):
     @field_validator("pipeline_num_layers", mode="before")
     @classmethod
     def _matrix(cls, value: object) -> object:
-        problem = matrix_form(value)
+        problem = mapping_form(value) if isinstance(value, Mapping) else matrix_form(value)
         if problem is not None:
             raise ConfigError.from_problems([problem])
+        if isinstance(value, Mapping):
+            return {name: tuple(tuple(row) for row in value[name]) for name in MODALITIES}
         return tuple(tuple(row) for row in value)  # type: ignore[attr-defined]
 
     @model_validator(mode="after")
     def _sizes(self) -> LDTConfig:
         # A model may bring leading and trailing layers, of which this section knows nothing: they get the benefit of
         # the doubt here, and `Layout.build` looks again when the model is known.
+        layers, exposed = self.pipeline_num_layers, self.allow_exposed_edge
         found = [
             edge_divides_cloud(self.edge.data_parallel_size, self.cloud.data_parallel_size),
-            matrix_sites(
-                self.pipeline_num_layers,
-                num_leading=1,
-                num_trailing=1,
-                allow_exposed_edge=self.allow_exposed_edge,
-            ),
+            matrices_sites(layers, allow_exposed_edge=exposed)
+            if isinstance(layers, dict)
+            else matrix_sites(layers, num_leading=1, num_trailing=1, allow_exposed_edge=exposed),
         ]
         problems = [problem for problem in found if problem is not None]
         if problems:
             raise ConfigError.from_problems(problems)
         return self
+
+    @property
+    def num_stages(self) -> int:
+        """P, the edge included."""
+        layers = self.pipeline_num_layers
+        return len((layers[MODALITIES[0]] if isinstance(layers, dict) else layers)[0])
+
+    @property
+    def configured_layers(self) -> list[list[int]] | dict[str, list[list[int]]]:
+        """`pipeline_num_layers` as JSON has it."""
+        layers = self.pipeline_num_layers
+        return listed(layers) if isinstance(layers, dict) else [list(row) for row in layers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +230,7 @@ class JobConfig:
     @property
     def num_stages(self) -> int:
         """P, the edge included."""
-        return len(self.ldt.pipeline_num_layers[0])
+        return self.ldt.num_stages
 
     @property
     def world_size(self) -> int:

@@ -111,7 +111,7 @@ class LDTPipelineEngine(PipelineEngine):
         """One line about the job: layout, sizes, schedule."""
         job, layout = self.job, self.module.layout
         return (
-            f"pipeline_num_layers {[list(row) for row in layout.matrix]} over {layout.num_stages} stages, "
+            f"pipeline_num_layers {layout.configured} over {layout.num_stages} stages, "
             f"D = {job.num_domains} domains on E = {job.num_replicas} edge replicas, "
             f"M = {self.micro_batches} micro-batches of {self.micro_batch_size}, "
             f"schedule {self._train_schedule().plan.policy}, loss per {self.module.loss_reduction}"

@@ -42,7 +42,10 @@ class LDTPipelineModule(PipelineModule):
         wire: what may cross a boundary between two virtual stages. Default: one float tensor with a gradient.
         num_leading: layers at the start of ``layers`` that join the first cell without being counted in
             ``pipeline_num_layers`` (an embedding).
+        num_between: the same between two modalities (merger, text embedding); they are on the edge.
         num_trailing: the same at the end of ``layers`` (final norm, output head).
+        depths: for a model of two modalities, the number of layers of each: ``{"vision_encoder": 32, "text_decoder":
+            28}``; ``layers`` then holds leading, vision, joining, text and trailing layers, in this order.
         batch_fn: edge only; turns what the data iterator yields into ``(inputs, labels)``.
         count_targets: edge only; ``labels -> int``, the number of targets a micro-batch's loss is a mean over. Needed
             for ``"loss_reduction": "token"``.
@@ -69,7 +72,9 @@ class LDTPipelineModule(PipelineModule):
         *,
         wire: WireSchema | Sequence[WireTensor] | None = None,
         num_leading: int = 0,
+        num_between: int = 0,
         num_trailing: int = 0,
+        depths: Mapping[str, int] | None = None,
         batch_fn: Callable[[Any], tuple[Any, Any]] | None = None,
         count_targets: Callable[[Any], int] | None = None,
         loss_reduction: str = "micro_batch",
@@ -86,8 +91,9 @@ class LDTPipelineModule(PipelineModule):
         self._num_layers = len(self._layer_specs)
         self.layout = Layout.build(
             self.job.ldt.pipeline_num_layers,
-            num_layers=self._num_layers - num_leading - num_trailing,
+            num_layers=self._num_layers - num_leading - num_trailing if depths is None else depths,
             num_leading=num_leading,
+            num_between=num_between,
             num_trailing=num_trailing,
             allow_exposed_edge=self.job.ldt.allow_exposed_edge,
         )
@@ -127,7 +133,7 @@ class LDTPipelineModule(PipelineModule):
             if stage != first:
                 raise ConfigError.of(
                     "ldt.pipeline_num_layers",
-                    found=[list(row) for row in self.layout.matrix],
+                    found=self.layout.configured,
                     expected=f"all layers tied by {layer.key!r} on one stage; they are on stages {first} and {stage}",
                     fix="move the tied layers to the same stage (the edge holds the first and the last layers)",
                 )

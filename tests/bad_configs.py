@@ -75,9 +75,44 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     ("matrix_is_text", {_MATRIX: "[[2, 26], [2, 0]]"}, [f'{_MATRIX}: found "[[2, 26], [2, 0]]", expected a list']),
     (
-        "matrix_of_modalities",
-        {_MATRIX: {"vision_encoder": [[1, 1], [1, 0]], "text_decoder": [[1, 1], [1, 0]]}},
-        ["found {", "one matrix", "here vision_encoder, text_decoder, is not supported yet"],
+        "modality_unknown",
+        {_MATRIX: {"vision_tower": [[1, 1], [1, 0]], "text_decoder": [[1, 1], [1, 0]]}},
+        [f"{_MATRIX}.vision_tower: found [[1, 1], [1, 0]], expected the modalities vision_encoder and text_decoder"],
+    ),
+    (
+        "modality_missing",
+        {_MATRIX: {"text_decoder": [[1, 1], [1, 0]]}},
+        [f"{_MATRIX}.vision_encoder: found nothing, expected a matrix for each of vision_encoder and text_decoder"],
+    ),
+    (
+        "modalities_of_two_sizes",
+        {_MATRIX: {"vision_encoder": [[4, 0], [0, 0]], "text_decoder": [[1, 4, 4], [1, 0, 0]]}},
+        [f"{_MATRIX}.text_decoder: found 2 chunks of 3 stages, expected 2 chunks of 2 stages"],
+    ),
+    (
+        "modality_ragged",
+        {_MATRIX: {"vision_encoder": [[4, 0], [0]], "text_decoder": [[1, 4], [1, 0]]}},
+        [f"{_MATRIX}.vision_encoder[1]: found [0], expected 2 layer counts"],
+    ),
+    (
+        "modalities_that_meet_in_the_cloud",
+        {_MATRIX: {"vision_encoder": [[1, 2, 2], [0, 0, 0]], "text_decoder": [[0, 0, 4], [1, 0, 0]]}},
+        [f"{_MATRIX}.vision_encoder[0][2]: found 2, expected 0: text_decoder begins in chunk 0, and before that both"],
+    ),
+    (
+        "text_before_vision",
+        {_MATRIX: {"vision_encoder": [[0, 0], [2, 2], [1, 0]], "text_decoder": [[1, 4], [0, 0], [1, 0]]}},
+        [f"{_MATRIX}.vision_encoder[2][0]: found 1, expected 0: every layer of vision_encoder comes before the first"],
+    ),
+    (
+        "layout_published_upstream",
+        {_MATRIX: {"vision_encoder": [[3, 7], [1, 0], [0, 0]], "text_decoder": [[0, 0], [0, 28], [0, 0]]}},
+        [f"{_MATRIX}.text_decoder[1][0]: found 0, expected 1 or more", "token ids", '"allow_exposed_edge": true'],
+    ),
+    (
+        "exposed_pixels",
+        {_MATRIX: {"vision_encoder": [[0, 7], [1, 0], [0, 0]], "text_decoder": [[0, 0], [1, 26], [1, 0]]}},
+        [f"{_MATRIX}.vision_encoder[0][0]: found 0, expected 1 or more", "pixels", '"allow_exposed_edge": true'],
     ),
     (
         "matrix_of_one_chunk",

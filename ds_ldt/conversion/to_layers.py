@@ -96,7 +96,7 @@ def _write_site(site: Site, directory: Path, weights: HFWeights, layout: Layout,
     manifest = Manifest(
         site=site,
         family=family_of(config).name,
-        pipeline_num_layers=[list(row) for row in layout.matrix],
+        pipeline_num_layers=layout.configured,
         num_layers=keys.num_layers,
         tied=keys.tied,
         layers=entries,

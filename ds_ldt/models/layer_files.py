@@ -58,7 +58,7 @@ class Manifest:
     Attributes:
         site: The site that the directory is for.
         family: Name of the model family.
-        pipeline_num_layers: The V x P matrix by which layers were given to sites.
+        pipeline_num_layers: The V x P matrix by which layers were given to sites, or one for each modality.
         num_layers: Number of pipeline layers of the whole model.
         tied: The output layer is tied to the embedding and has no file.
         layers: Pipeline layer index -> entry, only the layers of this site.
@@ -69,7 +69,7 @@ class Manifest:
 
     site: Site
     family: str
-    pipeline_num_layers: list[list[int]]
+    pipeline_num_layers: list[list[int]] | dict[str, list[list[int]]]
     num_layers: int
     tied: bool
     layers: dict[int, LayerEntry]

@@ -186,23 +186,20 @@ def limits_from(job: JobConfig, shape: PipelineShape, known: Known) -> Limits | 
 def _virtual_stages_by_cell(layout: Layout) -> dict[Cell, Cell]:
     """Every cell with layers -> the (chunk, stage) of the virtual stage that it is part of."""
     found: dict[Cell, Cell] = {}
-    start, last = 0, len(layout.matrix) - 1
-    for chunk, row in enumerate(layout.matrix):
-        for stage, configured in enumerate(row):
-            joining = layout.num_leading if (chunk, stage) == (0, EDGE_STAGE) else 0
-            joining += layout.num_trailing if (chunk, stage) == (last, EDGE_STAGE) else 0
-            if configured + joining:
-                virtual = layout.virtual_stage_of_layer(start)
-                found[chunk, stage] = virtual.chunk, virtual.stage
-                start += configured + joining
+    start = 0
+    for cell in layout.cells:
+        virtual = layout.virtual_stage_of_layer(start)
+        found[cell.chunk, cell.stage] = virtual.chunk, virtual.stage
+        start += cell.configured + cell.joining
     return found
 
 
 def _configured_layers(layout: Layout) -> dict[Cell, int]:
     """(chunk, stage) of every virtual stage -> its layers without leading and trailing ones."""
-    layers: dict[Cell, int] = {}
-    for (chunk, stage), virtual in _virtual_stages_by_cell(layout).items():
-        layers[virtual] = layers.get(virtual, 0) + layout.matrix[chunk][stage]
+    owners, layers = _virtual_stages_by_cell(layout), dict[Cell, int]()
+    for cell in layout.cells:
+        owner = owners[cell.chunk, cell.stage]
+        layers[owner] = layers.get(owner, 0) + cell.configured
     return layers
 
 
