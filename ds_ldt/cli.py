@@ -129,6 +129,7 @@ def _load(options: argparse.Namespace) -> _Job:
         num_micro_batches=config.num_micro_batches,
         num_domains=config.num_domains,
         num_replicas=config.num_replicas,
+        split_backward=config.ldt.schedule.split_backward,
     )
     known = known_from_config(config, layout)
     if options.costs is not None:
@@ -171,6 +172,9 @@ def _lines(job: _Job, report: Report) -> Iterator[str]:
     yield ""
     yield f"policy       {report.plan.policy}: {report.why}"
     yield f"step         {_seconds(report.timeline.makespan)} (simulated), lower bound {_seconds(report.lower_bound)}"
+    if report.lower_bound_whole is not None:
+        shorter = 1 - report.timeline.makespan / report.lower_bound_whole if report.lower_bound_whole else 0.0
+        yield f"split        {shorter:.1%} below the bound of whole backwards, {_seconds(report.lower_bound_whole)}"
     yield f"efficiency   {report.efficiency:.3f} of the bound"
     for rating in report.ratings:
         mark = "*" if rating.policy == report.plan.policy else " "
@@ -233,6 +237,12 @@ def _cost_lines(job: _Job) -> Iterator[str]:
         "measured" if job.known.measured else f"assumed, ldt.schedule.layer_forward_ms = {schedule.layer_forward_ms}"
     )
     yield f"forwards     {source}; a backward takes {costs.backward_ratio:g} times as long unless it was measured"
+    if job.shape.split_stages:
+        stages = ", ".join(map(str, job.shape.split_stages))
+        yield (
+            f"split        weight gradients apart, {costs.weight_share:g} of a backward, on virtual stages {stages}; "
+            "in flight until then"
+        )
     rate = "unlimited" if costs.bandwidth is None else f"{costs.bandwidth * 8 / 1e6:g} Mbit/s each way"
     yield f"hop          {_seconds(costs.latency)} one way, {rate}, messages of {costs.message_bytes / 1e6:g} MB"
     if job.limits is not None:

@@ -69,6 +69,8 @@ class ScheduleConfig(_Section):
         layer_activation_mb: Megabytes (1e6 bytes) that a layer keeps of one micro-batch until its backward; a hint.
         layer_forward_ms: Milliseconds of one layer's forward of one micro-batch; a hint, used until it is measured.
             Only its ratio to the latency matters: too low a value plans for more micro-batches in flight than needed.
+        split_backward: Run the backwards of the cloud in two halves: the gradients of the inputs first, which the next
+            rank waits for; those of the weights when there is nothing else to do.
     """
 
     policy: Literal["ldt_1f1b", "closed_form", "greedy", "auto"] = Field(
@@ -80,6 +82,7 @@ class ScheduleConfig(_Section):
         default=None, gt=0, description="megabytes, a number > 0, or null", examples=[40]
     )
     layer_forward_ms: float = Field(default=2.0, gt=0, description="milliseconds, a number > 0", examples=[2])
+    split_backward: bool = Field(default=False, description="true or false", examples=["true"])
 
 
 class LinkConfig(_Section):

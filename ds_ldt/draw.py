@@ -29,6 +29,8 @@ _POINTS_PER_INCH = 72.0
 _SMALLEST_FONT, _LARGEST_FONT = 3.0, 8.0
 _CHARACTER_WIDTH = 0.8  # of the font size
 _HUES = (0.58, 0.09, 0.33, 0.80, 0.95, 0.47)
+_TONES = {Op.FORWARD: (0.78, 0.62), Op.BACKWARD: (0.56, 0.62), Op.WEIGHT: (0.69, 0.26)}
+"""Lightness and saturation."""
 _IDLE = "#e9e9e9"
 
 Box = tuple[Timeline, float, float]
@@ -79,16 +81,18 @@ def draw_timeline(
 
 
 def colour_of(compute: Compute, *, chunk: int) -> tuple[float, float, float]:
-    """Return red, green and blue of a compute, 0 to 1: the chunk is the hue, the domain the shade; F is paler than B.
+    """Return red, green and blue of a compute, 0 to 1: the chunk is the hue, the domain the shade.
+
+    F is paler than B, and W has less colour than either.
 
     Args:
         compute: The compute.
         chunk: Chunk of its virtual stage.
     """
     hue = _HUES[chunk % len(_HUES)]
-    lightness = 0.78 if compute.op is Op.FORWARD else 0.56
+    lightness, saturation = _TONES[compute.op]
     return colorsys.hls_to_rgb(
-        (hue + 0.028 * (compute.domain % 4)) % 1, lightness - 0.055 * (compute.domain % 4), 0.62
+        (hue + 0.028 * (compute.domain % 4)) % 1, lightness - 0.055 * (compute.domain % 4), saturation
     )
 
 

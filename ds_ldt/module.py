@@ -104,6 +104,7 @@ class LDTPipelineModule(PipelineModule):
         self.head_shapes = head_shapes
         self.wire = _wire_schema(wire)
         self.dynamic_shape = dynamic_shape
+        self._check_split_backward()
         self._check_ties()
         self._check_loss_reduction()
 
@@ -137,6 +138,15 @@ class LDTPipelineModule(PipelineModule):
                     expected=f"all layers tied by {layer.key!r} on one stage; they are on stages {first} and {stage}",
                     fix="move the tied layers to the same stage (the edge holds the first and the last layers)",
                 )
+
+    def _check_split_backward(self) -> None:
+        if self.job.ldt.schedule.split_backward:
+            raise ConfigError.of(
+                "ldt.schedule.split_backward",
+                found=True,
+                expected="false: it can be planned, but not be run yet",
+                fix="remove it",
+            )
 
     def _check_loss_reduction(self) -> None:
         if self.loss_reduction == "token" and self.count_targets is None:

@@ -199,6 +199,11 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
         {"ldt.schedule.policy": "1f1b"},
         ['ldt.schedule.policy: found "1f1b", expected one of "ldt_1f1b", "closed_form", "greedy", "auto"'],
     ),
+    (
+        "split_backward_is_a_word",
+        {"ldt.schedule.split_backward": "yes"},
+        ['ldt.schedule.split_backward: found "yes", expected true or false'],
+    ),
     ("max_in_flight_zero", {"ldt.schedule.max_in_flight": 0}, ["ldt.schedule.max_in_flight: found 0", "or null"]),
     ("latency_negative", {"ldt.link.latency_ms": -1}, ["ldt.link.latency_ms: found -1, expected milliseconds"]),
     ("latency_infinite", {"ldt.link.latency_ms": float("inf")}, ["ldt.link.latency_ms: found inf"]),

@@ -212,6 +212,20 @@ def test_a_wrong_command_line_ends_with_2(arguments: list[str], capsys: pytest.C
     assert "usage: ds-ldt" in capsys.readouterr().err
 
 
+def test_a_backward_in_two_halves_is_planned(run: Answers, config: str, costs: str) -> None:
+    known = (config, "--costs", costs, "--set", "ldt.link.latency_ms=2000", "--set", "ldt.link.bandwidth_mbps=0")
+    whole, halves = plan(run, *known), plan(run, *known, "--set", "ldt.schedule.split_backward=true")
+    assert whole["lower_bound_whole"] is None
+    assert halves["lower_bound_whole"] == whole["lower_bound"]
+    assert halves["lower_bound"] <= halves["makespan"] < whole["lower_bound"]
+    weights = {rank: [name for name in row if name.startswith("W")] for rank, row in halves["orders"].items()}
+    assert weights["0"] == [] and sorted(weights["1"]) == [f"W1.{m}.0" for m in range(8)]
+    text = run("plan", *known, "--set", "schedule.split_backward=true")
+    assert "weight gradients apart, 0.5 of a backward, on virtual stages 1, 2; in flight until then" in text
+    assert "below the bound of whole backwards" in text
+    assert "split " not in run("plan", *known).replace("split fine", "")
+
+
 @pytest.mark.parametrize(
     "content, fragments",
     [
@@ -223,6 +237,7 @@ def test_a_wrong_command_line_ends_with_2(arguments: list[str], capsys: pytest.C
         ({"forward_s": COSTS["forward_s"] | {"0.1": -1}}, ["forward_s.0.1: found -1"]),
         (COSTS | {"backward_ratio": "two"}, ['backward_ratio: found "two"']),
         (COSTS | {"latency_s": True}, ["latency_s: found true"]),
+        (COSTS | {"weight_share": 1.5}, ["weight_share: found 1.5, expected a part of a backward, 0 to 1"]),
     ],
 )
 def test_wrong_costs_are_named(

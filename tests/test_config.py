@@ -72,7 +72,7 @@ def test_settings_left_out_have_the_documented_values() -> None:
     ldt = LDTConfig(pipeline_num_layers=((1, 1), (1, 0)))
     assert ldt.edge.data_parallel_size == ldt.cloud.data_parallel_size == 1
     assert ldt.edge.tensor_parallel_size == ldt.cloud.tensor_parallel_size == 1
-    assert (ldt.schedule.policy, ldt.schedule.max_in_flight) == ("auto", None)
+    assert (ldt.schedule.policy, ldt.schedule.max_in_flight, ldt.schedule.split_backward) == ("auto", None, False)
     assert (ldt.schedule.memory_gb, ldt.schedule.layer_activation_mb, ldt.schedule.layer_forward_ms) == (None, None, 2)
     assert (ldt.link.latency_ms, ldt.link.bandwidth_mbps, ldt.link.message_mb) == (20.0, 1000.0, 1.0)
     assert ldt.timeout_s == 300.0
@@ -90,6 +90,7 @@ def test_every_ldt_setting_is_read() -> None:
             "memory_gb": 16,
             "layer_activation_mb": 40,
             "layer_forward_ms": 0.5,
+            "split_backward": True,
         },
         "link": {"latency_ms": 0, "bandwidth_mbps": 0, "message_mb": 12.5},
         "timeout_s": 1.5,

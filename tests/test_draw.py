@@ -13,7 +13,7 @@ from ds_ldt.errors import ConfigError
 from ds_ldt.plan import Compute, Costs, PipelineShape, Span, Timeline, build_plan, simulate
 from ds_ldt.plan.compare import differences
 from ds_ldt.plan.trace import read_trace, trace_document
-from tests.plan.shapes import full_shape
+from tests.plan.shapes import full_shape, split
 
 pytest.importorskip("matplotlib")
 from ds_ldt.draw import colour_of, draw_timeline  # noqa: E402
@@ -34,6 +34,15 @@ def test_every_compute_of_every_rank_is_a_box(tmp_path: Path) -> None:
     assert text.count("stroke: #ffffff; stroke-width: 0.4") >= computes
     for name in ("a title", "rank 0", "edge replica 0", "cloud stage 3, domain 1", "B chunk 1, domain 1", "idle"):
         assert name in text
+
+
+def test_the_halves_of_a_backward_have_a_shade_each(tmp_path: Path) -> None:
+    path, shape = tmp_path / "plan.svg", split(full_shape(3, 2, m=4))
+    draw_timeline(timeline_of(shape), path, title="t", shape=shape)
+    text = path.read_text(encoding="utf-8")
+    assert "W chunk 0, domain 0" in text and "W chunk 1" not in text
+    colours = {colour_of(Compute.parse(f"{op}1.0.0"), chunk=0) for op in "FBW"}
+    assert len(colours) == 3
 
 
 def test_messages_over_the_link_can_be_drawn(tmp_path: Path) -> None:

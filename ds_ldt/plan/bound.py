@@ -13,26 +13,32 @@ No plan of a shape can be faster than any of these:
 
 For V = 2, backward twice forward and a cloud stage of t seconds as the bottleneck it is
 3t(M+P-2) + e + 2eK + 2L, with e one edge forward and L the one-way latency.
+
+A weight gradient of a backward that is split begins no earlier than its backward ends, and nothing comes after it: its
+tail is 0, and it does not wait for a turn to leave. Backwards in the journey are then those of the inputs alone. With
+two equal halves the same pipeline, where the last stage is busy to the end, has the bound 3tM + t(P-2) + eK + L.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.dependencies import incoming_boundary, journey
+from ds_ldt.plan.instructions import Op
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leg:
-    """One compute of the journey of a micro-batch, unloaded: seconds before it, in it and after it."""
+    """One compute of a micro-batch, unloaded: seconds before it, in it and after it; whether it is of the journey."""
 
     stage: int
     head: float
     seconds: float
     tail: float
+    travels: bool
 
 
 def lower_bound(shape: PipelineShape, costs: Costs, *, training: bool = True) -> float:
@@ -44,21 +50,27 @@ def lower_bound(shape: PipelineShape, costs: Costs, *, training: bool = True) ->
         training: Whether backwards run.
     """
     legs = _legs(shape, costs, training=training)
-    crossing = legs[-1].head + legs[-1].seconds + _stagger(legs, shape.slice_size)
+    crossing = max(leg.head + leg.seconds + leg.tail + _stagger(shape, legs, leaves=leg.travels) for leg in legs)
     return max(crossing, *(_rank_bound(shape, legs, stage) for stage in range(shape.num_stages)))
 
 
 def _legs(shape: PipelineShape, costs: Costs, *, training: bool) -> tuple[_Leg, ...]:
-    now, begun = 0.0, []
+    """The computes of the journey, first to last, then the weight gradients."""
+    now, begun, owed = 0.0, [], []
     for compute in journey(shape, training=training):
         boundary = incoming_boundary(compute, shape)
         now += 0.0 if boundary is None else costs.hop_seconds(boundary, shape)
-        seconds = costs.seconds(compute, shape)
-        begun.append((shape.stages[compute.virtual_stage], now, seconds))
+        seconds, stage = costs.seconds(compute, shape), shape.stages[compute.virtual_stage]
+        begun.append((stage, now, seconds))
         now += seconds
-    return tuple(
-        _Leg(stage=stage, head=head, seconds=seconds, tail=now - head - seconds) for stage, head, seconds in begun
-    )
+        if compute.op is Op.BACKWARD and shape.splits(compute.virtual_stage):
+            owed.append((stage, now, costs.seconds(replace(compute, op=Op.WEIGHT), shape)))
+    travelling = [
+        _Leg(stage=stage, head=head, seconds=seconds, tail=now - head - seconds, travels=True)
+        for stage, head, seconds in begun
+    ]
+    staying = [_Leg(stage=stage, head=head, seconds=seconds, tail=0.0, travels=False) for stage, head, seconds in owed]
+    return (*travelling, *staying)
 
 
 def _rank_bound(shape: PipelineShape, legs: Sequence[_Leg], stage: int) -> float:
@@ -69,14 +81,18 @@ def _rank_bound(shape: PipelineShape, legs: Sequence[_Leg], stage: int) -> float
     best = 0.0
     for head in {leg.head for leg in own}:
         for tail in {leg.tail for leg in own}:
-            work = sum(leg.seconds for leg in own if leg.head >= head and leg.tail >= tail)
+            part = [leg for leg in own if leg.head >= head and leg.tail >= tail]
+            work = sum(leg.seconds for leg in part)
             if work:
-                best = max(best, head + repeats * work + tail)
-    return best if is_edge else best + _stagger(legs, shape.slice_size)
+                travels = all(leg.travels for leg in part)
+                turns = 0.0 if is_edge else _stagger(shape, legs, leaves=travels)
+                best = max(best, head + repeats * work + tail + turns)
+    return best
 
 
-def _stagger(legs: Sequence[_Leg], slice_size: int) -> float:
-    """Extra seconds, since the domains of a replica enter and leave one after another."""
-    enter = legs[0].seconds
-    leave = legs[-1].seconds if legs[-1].stage == EDGE_STAGE else 0.0
+def _stagger(shape: PipelineShape, legs: Sequence[_Leg], *, leaves: bool) -> float:
+    """Extra seconds, since the domains of a replica enter, and if they do leave, one after another."""
+    last = [leg for leg in legs if leg.travels][-1]
+    enter, slice_size = legs[0].seconds, shape.slice_size
+    leave = last.seconds if leaves and last.stage == EDGE_STAGE else 0.0
     return max(i * enter + (slice_size + 1 - i) * leave for i in range(1, slice_size + 1)) - enter - leave

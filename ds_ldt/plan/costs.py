@@ -24,6 +24,8 @@ class Costs:
         backward_ratio: Seconds of a backward over those of the forward. A virtual stage that no gradient reaches
             has nothing to do in its backward, which then costs nothing.
         backward: (chunk, stage) -> seconds of one backward, where it is known better than by the ratio.
+        weight_share: The part of a backward that its weight gradients take, 0 to 1, where it is split. The gradients
+            of inputs and of weights take about as long as each other.
         latency: One-way seconds of a hop that touches the edge.
         bandwidth: Bytes per second of an edge replica, for each direction; None means unlimited. All messages that
             the replica sends share it, and so do all that it receives.
@@ -32,7 +34,7 @@ class Costs:
         hop_bytes: Boundary -> bytes of one of its messages, in place of `message_bytes`.
 
     Raises:
-        ValueError: A cost is negative or no number, which would let time run backwards.
+        ValueError: A cost is negative or no number, which would let time run backwards, or a share is above 1.
     """
 
     forward: Mapping[Cell, float]
@@ -43,6 +45,7 @@ class Costs:
     message_bytes: int = 0
     hop_latency: Mapping[int, float] = field(default_factory=dict)
     hop_bytes: Mapping[int, int] = field(default_factory=dict)
+    weight_share: float = 0.5
 
     def __post_init__(self) -> None:
         """Copy the mappings, so that nobody changes them, and refuse negative costs."""
@@ -51,6 +54,8 @@ class Costs:
         for label, value in self._numbers():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{label} is {value}; expected a number of at least 0")
+        if self.weight_share > 1:
+            raise ValueError(f"weight_share is {self.weight_share}; expected a part, 0 to 1")
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise ValueError(
                 f"bandwidth is {self.bandwidth}; expected bytes per second above 0, or None for unlimited"
@@ -120,7 +125,10 @@ class Costs:
         if not shape.has_gradient(compute.virtual_stage):
             return 0.0
         known = self.backward.get(cell)
-        return self.forward[cell] * self.backward_ratio if known is None else known
+        whole = self.forward[cell] * self.backward_ratio if known is None else known
+        if not shape.splits(compute.virtual_stage):
+            return whole
+        return whole * (self.weight_share if compute.op is Op.WEIGHT else 1 - self.weight_share)
 
     def bytes_over(self, boundary: int) -> int:
         """Return the bytes of one message over a boundary."""

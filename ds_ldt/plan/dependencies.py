@@ -3,7 +3,8 @@
     F0 -> F1 -> ... -> F(S-1) -> B(S-1) -> ... -> B1 -> B0
 
 An arrow between two virtual stages is a message. The gradient arrows are missing over boundaries that carry none;
-a backward there only lets go of what its forward kept.
+a backward there only lets go of what its forward kept. Where the backward is split, W follows B on its own rank, and
+nothing follows W.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from ds_ldt.plan.shape import PipelineShape
 
 def computes_of(shape: PipelineShape, *, training: bool) -> Iterator[Compute]:
     """Yield every compute that a plan of this shape must run, each once."""
-    for op in (Op.FORWARD, Op.BACKWARD) if training else (Op.FORWARD,):
-        for virtual_stage in range(shape.num_virtual_stages):
+    everywhere = tuple(range(shape.num_virtual_stages))
+    passes = [(Op.FORWARD, everywhere)]
+    if training:
+        passes += [(Op.BACKWARD, everywhere), (Op.WEIGHT, shape.split_stages)]
+    for op, virtual_stages in passes:
+        for virtual_stage in virtual_stages:
             for micro_batch in range(shape.num_micro_batches):
                 for domain in range(shape.num_domains):
                     yield Compute(op=op, virtual_stage=virtual_stage, micro_batch=micro_batch, domain=domain)
@@ -26,7 +31,7 @@ def computes_of(shape: PipelineShape, *, training: bool) -> Iterator[Compute]:
 def journey(shape: PipelineShape, *, training: bool, domain: int = 0) -> Iterator[Compute]:
     """Yield the computes of one micro-batch that wait for one another, first to last.
 
-    Backwards that no gradient reaches are not among them: nothing waits for those.
+    Backwards that no gradient reaches and weight gradients are not among them: nothing waits for those.
     """
 
     def one(op: Op, virtual_stage: int) -> Compute:
@@ -43,6 +48,8 @@ def incoming_boundary(compute: Compute, shape: PipelineShape) -> int | None:
     stage = compute.virtual_stage
     if compute.op is Op.FORWARD:
         return stage - 1 if stage > 0 else None
+    if compute.op is Op.WEIGHT:
+        return None
     return stage if stage < shape.num_boundaries and shape.carries_gradient(stage) else None
 
 
@@ -51,6 +58,8 @@ def outgoing_boundary(compute: Compute, shape: PipelineShape) -> int | None:
     stage = compute.virtual_stage
     if compute.op is Op.FORWARD:
         return stage if stage < shape.num_boundaries else None
+    if compute.op is Op.WEIGHT:
+        return None
     return stage - 1 if stage > 0 and shape.carries_gradient(stage - 1) else None
 
 
@@ -63,14 +72,12 @@ def receiver(compute: Compute, shape: PipelineShape) -> Compute | None:
     return _moved(compute, op=compute.op, virtual_stage=stage)
 
 
-def backward_of(compute: Compute) -> Compute:
-    """Return the backward that uses what a forward kept."""
-    return _moved(compute, op=Op.BACKWARD, virtual_stage=compute.virtual_stage)
-
-
-def forward_of(compute: Compute) -> Compute:
-    """Return the forward whose kept values a backward uses."""
-    return _moved(compute, op=Op.FORWARD, virtual_stage=compute.virtual_stage)
+def local_predecessor(compute: Compute) -> Compute | None:
+    """Return the compute on the same rank whose kept values a compute uses; None for a forward."""
+    if compute.op is Op.FORWARD:
+        return None
+    op = Op.FORWARD if compute.op is Op.BACKWARD else Op.BACKWARD
+    return _moved(compute, op=op, virtual_stage=compute.virtual_stage)
 
 
 def _moved(compute: Compute, *, op: Op, virtual_stage: int) -> Compute:

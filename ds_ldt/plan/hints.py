@@ -5,6 +5,7 @@ The file is JSON, and what a measurement writes:
     {"forward_s": {"0.0": 0.25, "0.1": 1.0, "1.0": 0.25},   seconds of one forward, by "chunk.stage"
      "backward_ratio": 2.0,                                 optional: a backward over a forward
      "backward_s": {...},                                   optional: seconds of one backward
+     "weight_share": 0.5,                                   optional: part of it for the weights, where it is split
      "activation_bytes": {...},                             optional: bytes kept of one micro-batch until its backward
      "latency_s": 0.02,                                     optional, one way, in place of ldt.link.latency_ms
      "bandwidth_bytes_per_s": 1.25e8,                       optional, 0 unlimited, in place of ldt.link.bandwidth_mbps
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ds_ldt.layout import Layout
 
 _BY_CELL = ("forward_s", "backward_s", "activation_bytes")
-_NUMBERS = ("backward_ratio", "latency_s", "bandwidth_bytes_per_s", "message_bytes")
+_NUMBERS = ("backward_ratio", "weight_share", "latency_s", "bandwidth_bytes_per_s", "message_bytes")
 _BITS, _MEGA, _GIGA, _MILLI = 8, 1e6, 1e9, 1e-3
 
 
@@ -103,12 +104,18 @@ def known_from_file(source: str | PathLike[str] | Mapping[str, Any], layout: Lay
             fix='add it, like "forward_s": {"0.0": 0.25, "0.1": 1.0, "1.0": 0.25}',
         )
     numbers = {key: _number(content[key], where=f"{where}: {key}") for key in _NUMBERS if key in content}
+    share = numbers.get("weight_share", 0.0)
+    if share > 1:
+        raise ConfigError.of(
+            f"{where}: weight_share", found=share, expected="a part of a backward, 0 to 1", fix="write e.g. 0.5"
+        )
     old = hints.costs
     bandwidth = numbers["bandwidth_bytes_per_s"] or None if "bandwidth_bytes_per_s" in numbers else old.bandwidth
     costs = Costs(
         forward=cells["forward_s"],
         backward=cells.get("backward_s", {}),
         backward_ratio=numbers.get("backward_ratio", old.backward_ratio),
+        weight_share=numbers.get("weight_share", old.weight_share),
         latency=numbers.get("latency_s", old.latency),
         bandwidth=bandwidth,
         message_bytes=round(numbers.get("message_bytes", old.message_bytes)),
@@ -126,6 +133,7 @@ def costs_document(known: Known) -> dict[str, Any]:
     document: dict[str, Any] = {
         "forward_s": _by_name(costs.forward),
         "backward_ratio": costs.backward_ratio,
+        "weight_share": costs.weight_share,
         "latency_s": costs.latency,
         "bandwidth_bytes_per_s": costs.bandwidth or 0,
         "message_bytes": costs.message_bytes,

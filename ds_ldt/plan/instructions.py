@@ -14,20 +14,25 @@ _COMPUTE_PATTERN = re.compile(r"([A-Z])(\d+)\.(\d+)\.(\d+)")
 
 
 class Op(StrEnum):
-    """What a compute does with its virtual stage."""
+    """What a compute does with its virtual stage.
+
+    A backward gives the gradients of inputs and weights. Where it is split, B gives those of the inputs, which another
+    rank waits for, and W those of the weights, which nobody waits for before the closing reduction.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
 
     __hash__ = str.__hash__  # Enum's own is several times slower, and computes are keys everywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Compute:
-    """One forward or backward of one virtual stage for one micro-batch of one domain.
+    """One forward, backward or weight gradient of one virtual stage for one micro-batch of one domain.
 
     Attributes:
-        op: Forward or backward.
+        op: Forward, backward or weight gradient.
         virtual_stage: Index `s` of the virtual stage, in visiting order.
         micro_batch: Index of the micro-batch within its domain, `0..M-1`.
         domain: Index of the domain, `0..D-1`.
@@ -67,11 +72,12 @@ Orders = dict[int, Order]
 
 
 class Kind(StrEnum):
-    """What an instruction does; the values are DeepSpeed's instruction names."""
+    """What an instruction does; the values are DeepSpeed's instruction names, but for the weight pass."""
 
     LOAD_MICRO_BATCH = "LoadMicroBatch"
     FORWARD_PASS = "ForwardPass"
     BACKWARD_PASS = "BackwardPass"
+    WEIGHT_PASS = "WeightPass"
     SEND_ACTIVATION = "SendActivation"
     RECV_ACTIVATION = "RecvActivation"
     SEND_GRAD = "SendGrad"
@@ -82,7 +88,7 @@ class Kind(StrEnum):
     @property
     def is_compute(self) -> bool:
         """Whether the instruction runs layers."""
-        return self is Kind.FORWARD_PASS or self is Kind.BACKWARD_PASS
+        return self is Kind.FORWARD_PASS or self is Kind.BACKWARD_PASS or self is Kind.WEIGHT_PASS
 
     @property
     def is_send(self) -> bool:
@@ -95,7 +101,12 @@ class Kind(StrEnum):
         return self is Kind.RECV_ACTIVATION or self is Kind.RECV_GRAD
 
 
-_BACKWARD_KINDS = (Kind.BACKWARD_PASS, Kind.SEND_GRAD, Kind.RECV_GRAD)
+_SERVED_OP = {
+    Kind.BACKWARD_PASS: Op.BACKWARD,
+    Kind.SEND_GRAD: Op.BACKWARD,
+    Kind.RECV_GRAD: Op.BACKWARD,
+    Kind.WEIGHT_PASS: Op.WEIGHT,
+}
 
 
 class Flow(StrEnum):
@@ -167,7 +178,7 @@ class Instruction:
 
     def _served_compute(self) -> Compute | None:
         if self.virtual_stage is not None and self.micro_batch is not None and self.domain is not None:
-            op = Op.BACKWARD if self.kind in _BACKWARD_KINDS else Op.FORWARD
+            op = _SERVED_OP.get(self.kind, Op.FORWARD)
             return Compute(op=op, virtual_stage=self.virtual_stage, micro_batch=self.micro_batch, domain=self.domain)
         if self.virtual_stage is None and self.micro_batch is None and self.domain is None:
             return None
@@ -175,7 +186,7 @@ class Instruction:
 
     @property
     def compute(self) -> Compute | None:
-        """The compute that a ForwardPass or BackwardPass runs; None for every other kind."""
+        """The compute that a ForwardPass, BackwardPass or WeightPass runs; None for every other kind."""
         return self.serves if self.kind.is_compute else None
 
     def __str__(self) -> str:

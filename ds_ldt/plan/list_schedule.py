@@ -8,6 +8,9 @@ Memory is bounded by a cap on the micro-batches that a rank has in flight for a 
 rank's *first* virtual stage is held back by it. That cannot block the pipeline: of all unfinished micro-batches of a
 domain, the one that has come furthest is held back by nobody, since whoever filled the cap in front of it would have
 come further still.
+
+Weight gradients of backwards that are split start only if nothing else may, and count as in flight until then: a rank
+at its cap that has nothing else to do makes room by them.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ def pipeline_priority(op: Op, virtual_stage: int, shape: PipelineShape) -> int:
     Cloud: forward > backward, the later virtual stage first in both; ties by micro-batch, domain. A rank that does
     not take backwards first keeps the edge fed while gradients travel; the cap bounds what that costs in memory.
     """
+    if op is Op.WEIGHT:
+        return 0  # among weight gradients alone, which start only if nothing else may
     is_forward, tail = op is Op.FORWARD, shape.num_boundaries
     if shape.stages[virtual_stage] != EDGE_STAGE:
         return (0 if is_forward else shape.num_virtual_stages) + tail - virtual_stage

@@ -32,6 +32,9 @@ def lower(orders: Orders, shape: PipelineShape, *, policy: str, training: bool =
 
 def _lower_order(order: Order, shape: PipelineShape, channels: Channels) -> Iterator[Instruction]:
     for compute in order:
+        if compute.op is Op.WEIGHT:
+            yield _instruction(Kind.WEIGHT_PASS, compute, shape)
+            continue
         is_forward = compute.op is Op.FORWARD
         flow = Flow.ACTIVATION if is_forward else Flow.GRADIENT
         if is_forward and compute.virtual_stage == 0:

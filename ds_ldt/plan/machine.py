@@ -3,7 +3,8 @@
 Replicas share nothing, so one of them with its K domains stands for all. A *job* is one compute of it, and its number
 says what it is:
 
-    job = (kind * M + micro_batch) * K + domain         kind = op * S + virtual_stage, op 0 forward, 1 backward
+    job = (kind * M + micro_batch) * K + domain         kind = op * S + virtual_stage, op 0 forward, 1 backward;
+                                                        then the weight gradients of the virtual stages that split
 
 Times are whole numbers of ticks, so that equal times are equal, and the same order comes out everywhere.
 Workers are numbered like the ranks of a job with E = 1: the edge, then domain by domain of each cloud stage.
@@ -11,7 +12,7 @@ Workers are numbered like the ranks of a job with E = 1: the edge, then domain b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_ldt.plan.costs import Costs, touches_edge
@@ -33,8 +34,8 @@ class Kind:
     """What the jobs of one op and virtual stage have in common.
 
     Attributes:
-        number: op * S + virtual stage.
-        op: Forward or backward.
+        number: See the module's text.
+        op: Forward, backward or weight gradient.
         virtual_stage: Index of the virtual stage.
         stage: Physical stage that runs it.
         ticks: How long one takes.
@@ -76,10 +77,13 @@ class Machine:
     kinds: tuple[Kind, ...]
     num_domains: int = field(init=False)
     num_jobs: int = field(init=False)
+    _numbers: dict[tuple[Op, int], int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Count once."""
         object.__setattr__(self, "num_domains", self.shape.slice_size)
+        numbers = {(kind.op, kind.virtual_stage): kind.number for kind in self.kinds}
+        object.__setattr__(self, "_numbers", numbers)
         object.__setattr__(self, "num_jobs", len(self.kinds) * self.shape.num_micro_batches * self.shape.slice_size)
 
     @classmethod
@@ -93,7 +97,11 @@ class Machine:
         """
         ops = (Op.FORWARD, Op.BACKWARD) if training else (Op.FORWARD,)
         stages = range(shape.num_virtual_stages)
-        kinds = tuple(_kind(shape, costs, op, stage, training=training) for op in ops for stage in stages)
+        passes = [(op, stage) for op in ops for stage in stages]
+        if training:
+            passes += [(Op.WEIGHT, stage) for stage in shape.split_stages]
+        numbers = {each: number for number, each in enumerate(passes)}
+        kinds = tuple(_kind(shape, costs, op, stage, numbers) for op, stage in passes)
         return cls(shape=shape, training=training, kinds=kinds)
 
     @property
@@ -111,7 +119,7 @@ class Machine:
 
     def job(self, compute: Compute) -> int:
         """Return the number of a compute; its domain is taken modulo K."""
-        kind = compute.virtual_stage + (self.shape.num_virtual_stages if compute.op is Op.BACKWARD else 0)
+        kind = self._numbers[compute.op, compute.virtual_stage]
         index = kind * self.shape.num_micro_batches + compute.micro_batch
         return index * self.num_domains + compute.domain % self.num_domains
 
@@ -170,21 +178,26 @@ def _ticks(seconds: float) -> int:
     return round(seconds * TICKS_PER_SECOND)
 
 
-def _kind(shape: PipelineShape, costs: Costs, op: Op, virtual_stage: int, *, training: bool) -> Kind:
+def _kind(
+    shape: PipelineShape, costs: Costs, op: Op, virtual_stage: int, numbers: Mapping[tuple[Op, int], int]
+) -> Kind:
     sample = Compute(op=op, virtual_stage=virtual_stage, micro_batch=0, domain=0)
     stage, waiting, boundary = shape.stages[virtual_stage], receiver(sample, shape), outgoing_boundary(sample, shape)
     feeds = link = NOWHERE
     transfer = latency = 0
     if waiting is not None and boundary is not None:
-        feeds = waiting.virtual_stage + (shape.num_virtual_stages if op is Op.BACKWARD else 0)
+        feeds = numbers[op, waiting.virtual_stage]
         latency = _ticks(costs.latency_seconds(boundary, shape))
         if touches_edge(boundary, shape):
             link = OUTBOUND if stage == EDGE_STAGE else INBOUND
             transfer = _ticks(costs.transfer_seconds(boundary))
-    own = Compute(op=Op.BACKWARD, virtual_stage=virtual_stage, micro_batch=0, domain=0)
-    turns = training and op is Op.FORWARD and incoming_boundary(own, shape) is None
+    next_op = {Op.FORWARD: Op.BACKWARD, Op.BACKWARD: Op.WEIGHT}.get(op)
+    releases = NOWHERE if next_op is None else numbers.get((next_op, virtual_stage), NOWHERE)
+    if next_op is Op.BACKWARD:
+        own = Compute(op=Op.BACKWARD, virtual_stage=virtual_stage, micro_batch=0, domain=0)
+        releases = releases if incoming_boundary(own, shape) is None else NOWHERE
     return Kind(
-        number=virtual_stage + (shape.num_virtual_stages if op is Op.BACKWARD else 0),
+        number=numbers[op, virtual_stage],
         op=op,
         virtual_stage=virtual_stage,
         stage=stage,
@@ -194,5 +207,5 @@ def _kind(shape: PipelineShape, costs: Costs, op: Op, virtual_stage: int, *, tra
         link=link,
         transfer=transfer,
         latency=latency,
-        releases=virtual_stage + shape.num_virtual_stages if turns else NOWHERE,
+        releases=releases,
     )

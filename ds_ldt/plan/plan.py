@@ -78,7 +78,8 @@ def peak_in_flight(order: Iterable[Compute]) -> int:
     """Return the most micro-batches of one domain that an order has in flight at once.
 
     A micro-batch is in flight on a rank from its first compute there to the end of its last one: between them the
-    rank keeps its activations. A rank that serves K domains holds up to K times as many micro-batches.
+    rank keeps its activations, or what its weight gradients are made from. A rank that serves K domains holds up to K
+    times as many micro-batches.
     """
     return max(in_flight_counts(order), default=0)
 
@@ -109,5 +110,7 @@ def _lines(plan: Plan) -> Iterable[str]:
     yield f"{_FORMAT} policy={plan.policy} training={plan.training}"
     yield f"stages={shape.stages} chunks={shape.chunks} num_stages={shape.num_stages} gradients={gradients}"
     yield f"M={shape.num_micro_batches} D={shape.num_domains} E={shape.num_replicas}"
+    if plan.training and shape.split_stages:
+        yield f"split={shape.split_stages}"
     for rank, row in enumerate(plan.instructions):
         yield f"{rank}: " + " ".join(map(str, row))

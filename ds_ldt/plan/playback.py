@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from ds_ldt.plan.instructions import Op
 from ds_ldt.plan.machine import NO_LINK, NOWHERE, JobOrders, Machine
 
 _JOB_BITS = 28
@@ -140,6 +141,8 @@ class Follow(_Playback):
 class Choose(_Playback):
     """Each worker that is free starts the best job that is ready, and never waits on purpose.
 
+    Weight gradients are for what would be a bubble otherwise: they start only if nothing else may.
+
     A job is queued under a key that says how good it is (the least goes first) and which job it is:
 
         key = ((rank of its kind * turns + turn) * kinds + (S-1 - virtual stage, op)) * M*K + (micro-batch, domain)
@@ -148,11 +151,13 @@ class Choose(_Playback):
         machine: What to play.
         ranks: Rank of each kind, by number.
         turns: For each place, micro_batch * K + domain, when its turn comes among jobs of one rank, from 0 on.
-        caps: For each physical stage, the most micro-batches of a domain in flight; entering jobs wait for room.
+        caps: For each physical stage, the most micro-batches of a domain in flight; entering jobs wait for room. One
+            is in flight as long as its weight gradients are owed, so what is owed is bounded too.
     """
 
     __slots__ = (
-        "caps", "entering", "entry_kind", "in_flight", "keys", "least_entering", "remaining", "turns", "waiting",
+        "caps", "entering", "entry_kind", "in_flight", "keys", "least_entering", "owed", "remaining", "turns",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, *, ranks: Sequence[int], turns: Sequence[int], caps: Sequence[int]) -> None:
@@ -166,6 +171,7 @@ class Choose(_Playback):
             self.keys[kind.number] = ranks[kind.number] * num_turns * step + at * self.places
         workers = range(machine.num_workers)
         self.waiting: list[list[int]] = [[] for _ in workers]
+        self.owed: list[list[int]] = [[] for _ in workers]
         self.entering: list[dict[int, list[int]]] = [{} for _ in workers]
         self.least_entering = [0 for _ in workers]
         for kind in machine.kinds:
@@ -185,12 +191,16 @@ class Choose(_Playback):
         number, place = divmod(job, self.places)
         domain = place % self.domains
         worker = self.worker_table[number][domain]
-        queue = self.entering[worker][domain] if self.kinds[number].enters else self.waiting[worker]
+        kind = self.kinds[number]
+        if kind.op is Op.WEIGHT:
+            queue = self.owed[worker]
+        else:
+            queue = self.entering[worker][domain] if kind.enters else self.waiting[worker]
         heapq.heappush(queue, self.keys[number] + self.turns[place] + place)
         self.touched.add(worker)
 
     def choose(self, worker: int) -> int:
-        """Return the job with the least key, of those that the cap does not hold back."""
+        """Return the job with the least key, of those that the cap does not hold back; else what is owed."""
         best = self.waiting[worker]
         key = best[0] if best else -1
         in_flight = self.in_flight[worker]
@@ -200,12 +210,16 @@ class Choose(_Playback):
                 if queue and in_flight[domain] < cap and (key < 0 or queue[0] < key):
                     best, key = queue, queue[0]
             if key < 0:
-                return NOWHERE
+                if not self.owed[worker]:
+                    return NOWHERE
+                best = self.owed[worker]
+                key = best[0]
         heapq.heappop(best)
         rest, place = divmod(key, self.places)
-        if best is not self.waiting[worker]:
+        number = self.entry_kind[rest % len(self.keys)]
+        if self.kinds[number].enters:
             in_flight[place % self.domains] += 1
-        return self.entry_kind[rest % len(self.keys)] * self.places + place
+        return number * self.places + place
 
     def done(self, worker: int, number: int, place: int) -> None:
         """Make room for another micro-batch when the last job of one has ended."""

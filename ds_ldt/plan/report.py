@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_ldt.plan.bound import lower_bound
@@ -47,6 +47,7 @@ class Report:
         timeline: Its simulated run.
         costs: What it was simulated with.
         lower_bound: Seconds that no plan can undercut.
+        lower_bound_whole: The same if no backward were split; None if none is.
         ratings: The chosen policy and those it was compared with.
         why: Why that policy, in one sentence.
         link_bytes: Direction -> bytes of activations and gradients over the link in a step, of all replicas.
@@ -57,6 +58,7 @@ class Report:
     timeline: Timeline
     costs: Costs
     lower_bound: float
+    lower_bound_whole: float | None
     ratings: tuple[Rating, ...]
     why: str
     link_bytes: dict[str, int]
@@ -75,6 +77,7 @@ class Report:
             "why": self.why,
             "makespan": self.timeline.makespan,
             "lower_bound": self.lower_bound,
+            "lower_bound_whole": self.lower_bound_whole,
             "efficiency": self.efficiency,
             "peak_in_flight": {str(rank): self.plan.peak_in_flight(rank) for rank in ranks},
             "bubble": {str(rank): self.timeline.bubble(rank) for rank in ranks},
@@ -112,6 +115,7 @@ def report_on(shape: PipelineShape, costs: Costs, *, policy: str = AUTO, limits:
         timeline=timeline,
         costs=costs,
         lower_bound=bound,
+        lower_bound_whole=lower_bound(replace(shape, split_backward=None), costs) if shape.split_stages else None,
         ratings=ratings,
         why=_why(plan, costs, ratings, asked=policy),
         link_bytes=sent_bytes,

@@ -29,6 +29,8 @@ class PipelineShape:
         num_replicas: Replicas E of the edge; E divides D.
         gradient_boundaries: Whether boundary `b` carries gradients, for each of the boundaries; None means all do.
             Gradients arrive from the tail, so once a boundary carries them every later one must.
+        split_backward: Whether the backward of a virtual stage is asked to run in two halves, for each of them; None
+            means of none. `splits` says where that is done.
 
     Raises:
         ConfigError: The values describe no pipeline of this kind.
@@ -41,12 +43,18 @@ class PipelineShape:
     num_domains: int
     num_replicas: int
     gradient_boundaries: tuple[bool, ...] | None = None
+    split_backward: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no pipeline."""
         _check_counts(self)
         _check_stages(self)
         _check_gradient_boundaries(self)
+        if self.split_backward is not None and len(self.split_backward) != self.num_virtual_stages:
+            raise ConfigError(
+                f"split_backward {self.split_backward} needs one entry for each of {self.num_virtual_stages} virtual "
+                "stages"
+            )
 
     @classmethod
     def from_layout(
@@ -57,6 +65,7 @@ class PipelineShape:
         num_domains: int,
         num_replicas: int,
         gradient_boundaries: tuple[bool, ...] | None = None,
+        split_backward: bool = False,
     ) -> PipelineShape:
         """Return the shape of a layout.
 
@@ -66,6 +75,8 @@ class PipelineShape:
             num_domains: Domains D.
             num_replicas: Replicas E of the edge.
             gradient_boundaries: Which boundaries carry gradients; None means all.
+            split_backward: Run the backwards of the cloud in two halves. Those of the edge stay whole: it has time to
+                spare, and of the output layer it would have to keep the gradient of the logits.
         """
         return cls(
             stages=tuple(virtual_stage.stage for virtual_stage in layout.virtual_stages),
@@ -75,6 +86,9 @@ class PipelineShape:
             num_domains=num_domains,
             num_replicas=num_replicas,
             gradient_boundaries=gradient_boundaries,
+            split_backward=tuple(virtual_stage.stage != EDGE_STAGE for virtual_stage in layout.virtual_stages)
+            if split_backward
+            else None,
         )
 
     @property
@@ -133,6 +147,19 @@ class PipelineShape:
     def has_gradient(self, virtual_stage: int) -> bool:
         """Return whether a gradient reaches a virtual stage: from the loss at the tail, else over its boundary."""
         return virtual_stage == self.num_boundaries or self.carries_gradient(virtual_stage)
+
+    def splits(self, virtual_stage: int) -> bool:
+        """Return whether the backward of a virtual stage runs in two halves: if asked to, and if it sends a gradient.
+
+        Where nobody waits for the gradient of the inputs, as on the head, the backward stays whole.
+        """
+        asked = self.split_backward is not None and self.split_backward[virtual_stage]
+        return asked and virtual_stage > 0 and self.carries_gradient(virtual_stage - 1)
+
+    @property
+    def split_stages(self) -> tuple[int, ...]:
+        """The virtual stages whose backward runs in two halves."""
+        return tuple(index for index in range(self.num_virtual_stages) if self.splits(index))
 
     def channel(self, *, boundary: int, domain: int, flow: Flow) -> Channel:
         """Return the channel over a boundary for a domain and a flow."""

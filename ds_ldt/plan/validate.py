@@ -6,11 +6,12 @@ The rules, in the order in which they are applied (each may rely on those before
 2. instructions  every instruction names a compute of its own rank, and the right channel for it
 3. closing       training ends with the gradient reduction and the optimizer step, evaluation without; nowhere else
 4. groups        [load or receive] pass [send]: what a pass needs is right before it, what it gives right after it
-5. complete      every virtual stage of every micro-batch of every domain runs once forward and, in training, once back
-6. local order   a backward comes after the forward whose values it uses
+5. complete      every virtual stage of every micro-batch of every domain runs once forward and, in training, once
+                 back; where the backward is split, its weight gradient once too
+6. local order   a backward comes after the forward whose values it uses, a weight gradient after its backward
 7. channels      the destination posts its receives in the order in which the source sends
 8. progress      no deadlock, whatever the delays; on request also if a send must meet a posted receive
-9. in flight     no rank has more micro-batches in flight than allowed
+9. in flight     no rank has more micro-batches in flight than allowed; one is in flight until its weight gradients
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ds_ldt.plan.dependencies import computes_of, forward_of, incoming_boundary, outgoing_boundary
+from ds_ldt.plan.dependencies import computes_of, incoming_boundary, local_predecessor, outgoing_boundary
 from ds_ldt.plan.instructions import Channel, Compute, Flow, Instruction, Kind, Op
 from ds_ldt.plan.plan import Plan, in_flight_counts
 from ds_ldt.plan.render import schedule_error
@@ -133,6 +134,8 @@ def _check_groups(plan: Plan) -> None:
 
 def _expected_group(plan: Plan, compute: Compute) -> tuple[Kind, ...]:
     shape = plan.shape
+    if compute.op is Op.WEIGHT:
+        return (Kind.WEIGHT_PASS,)
     if compute.op is Op.FORWARD:
         receive, run, send = Kind.RECV_ACTIVATION, Kind.FORWARD_PASS, Kind.SEND_ACTIVATION
     else:
@@ -158,7 +161,11 @@ def _check_complete(plan: Plan) -> None:
             if compute in seen:
                 raise schedule_error(plan, f"{compute} runs twice", rank=rank, position=position)
             if compute not in expected:
-                raise schedule_error(plan, f"an evaluation runs no {compute}", rank=rank, position=position)
+                whole = compute.op is Op.WEIGHT and plan.training
+                fault = (
+                    f"{compute} is a part of B, which is not split" if whole else f"an evaluation runs no {compute}"
+                )
+                raise schedule_error(plan, fault, rank=rank, position=position)
             seen.add(compute)
     missing = sorted(expected - seen)
     if missing:
@@ -175,8 +182,9 @@ def _check_local_order(plan: Plan) -> None:
             compute = instruction.compute
             if compute is None:
                 continue
-            if compute.op is Op.BACKWARD and forward_of(compute) not in done:
-                fault = f"{compute} runs before {forward_of(compute)}, whose values it uses"
+            needed = local_predecessor(compute)
+            if needed is not None and needed not in done:
+                fault = f"{compute} runs before {needed}, whose values it uses"
                 raise schedule_error(plan, fault, rank=rank, position=position)
             done.add(compute)
 

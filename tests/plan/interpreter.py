@@ -24,6 +24,7 @@ def sample_of(domain: int, micro_batch: int) -> Story:
 class Outcome:
     outputs: dict[tuple[int, int], Story] = field(default_factory=dict)  # (domain, micro-batch) as labelled -> output
     gradients: dict[tuple[int, int, int], Story] = field(default_factory=dict)  # (virtual stage, domain, micro-batch)
+    weights: dict[tuple[int, int, int], Story] = field(default_factory=dict)  # the same, of backwards that are split
     kept: list[int] = field(default_factory=list)  # for each rank, the most values kept for backwards
     undelivered: int = 0
 
@@ -54,6 +55,7 @@ class _Rank:
         self.inbox: dict[tuple[int, int, int, bool], Story] = {}
         self.outbox: dict[tuple[int, int, int, bool], Story] = {}
         self.kept: dict[tuple[int, int, int], Story] = {}
+        self.owed: dict[tuple[int, int, int], Story] = {}
         self.peak = 0
 
     def is_able(self, channels: dict[Channel, deque[tuple[int, Story]]]) -> bool:
@@ -77,6 +79,11 @@ class _Rank:
                 self._forward(place, outcome)
             case Kind.BACKWARD_PASS:
                 self._backward(place, outcome)
+            case Kind.WEIGHT_PASS:
+                assert place not in outcome.weights
+                outcome.weights[place] = self.owed.pop(place)
+            case Kind.REDUCE_GRADS:
+                assert not self.owed, f"{sorted(self.owed)} are still owed"
 
     def _forward(self, place: tuple[int, int, int], outcome: Outcome) -> None:
         stage, domain, micro_batch = place
@@ -88,7 +95,7 @@ class _Rank:
             self.outbox[*place, True] = output
         if self.plan.training:
             self.kept[place] = given
-            self.peak = max(self.peak, len(self.kept))
+            self.peak = max(self.peak, len(self.kept) + len(self.owed))
 
     def _backward(self, place: tuple[int, int, int], outcome: Outcome) -> None:
         stage, domain, micro_batch = place
@@ -99,6 +106,8 @@ class _Rank:
         else:
             story = self.inbox.pop((*place, False), ("no gradient",))
         outcome.gradients[place] = (story, given)
+        if shape.splits(stage):
+            self.owed[place] = (story, given)
         if stage > 0 and shape.carries_gradient(stage - 1):
             self.outbox[*place, False] = ("B", stage, story)
 
@@ -115,6 +124,8 @@ def expected_outcome(plan: Plan) -> Outcome:
             story: Story = ("loss of", values[-1])
             for stage in reversed(range(shape.num_virtual_stages)) if plan.training else ():
                 outcome.gradients[stage, domain, micro_batch] = (story, values[stage])
+                if shape.splits(stage):
+                    outcome.weights[stage, domain, micro_batch] = (story, values[stage])
                 carries = stage > 0 and shape.carries_gradient(stage - 1)
                 story = ("B", stage, story) if carries else ("no gradient",)
     return outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -28,6 +29,11 @@ def shape_of(
 
 def full_shape(p: int, v: int, m: int, d: int = 1, e: int = 1) -> PipelineShape:
     return shape_of(full_matrix(p, v), m=m, d=d, e=e)
+
+
+def split(shape: PipelineShape, *, everywhere: bool = False) -> PipelineShape:
+    """The same with backwards in two halves: those of the cloud, as configured, or all."""
+    return replace(shape, split_backward=tuple(everywhere or stage != 0 for stage in shape.stages))
 
 
 def grid_of_shapes() -> Iterator[PipelineShape]:
@@ -69,3 +75,13 @@ def matrices(draw: st.DrawFn) -> Matrix:
 def shapes(draw: st.DrawFn, *, max_micro_batches: int = 9) -> PipelineShape:
     e, k = draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]))
     return shape_of(draw(matrices()), m=draw(st.integers(1, max_micro_batches)), d=e * k, e=e)
+
+
+@st.composite
+def split_shapes(draw: st.DrawFn, *, max_micro_batches: int = 9) -> PipelineShape:
+    """Any layout in which some backwards are asked to run in two halves, and some boundaries may carry no gradient."""
+    shape = draw(shapes(max_micro_batches=max_micro_batches))
+    asked = tuple(draw(st.booleans()) for _ in shape.stages)
+    frozen = draw(st.integers(0, shape.num_boundaries))
+    carries = (False,) * frozen + (True,) * (shape.num_boundaries - frozen)
+    return replace(shape, split_backward=asked, gradient_boundaries=carries)

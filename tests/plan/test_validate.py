@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ds_ldt.errors import ScheduleError
-from ds_ldt.plan import Compute, Instruction, Kind, Plan, build_plan, lower, validate
-from tests.plan.interpreter import expected_outcome, interpret
-from tests.plan.shapes import full_shape
+from ds_ldt.plan import Compute, Instruction, Kind, Plan, build_plan, lower, parse_orders, validate
+from tests.plan.interpreter import Outcome, expected_outcome, interpret
+from tests.plan.shapes import full_shape, split
 
 PLANS = {
     "u": build_plan(full_shape(3, 2, m=3)),
@@ -20,8 +20,14 @@ PLANS = {
     "replicas": build_plan(full_shape(2, 2, m=2, d=2, e=2)),
     "three chunks": build_plan(full_shape(3, 3, m=3)),
     "evaluation": build_plan(full_shape(3, 2, m=3), training=False),
+    "split": build_plan(split(full_shape(3, 2, m=3)), policy="greedy"),
+    "split everywhere": build_plan(split(full_shape(2, 3, m=2, d=2), everywhere=True), policy="greedy"),
 }
 Row = list[Instruction]
+
+
+def outcome_of(outcome: Outcome) -> tuple[object, ...]:
+    return outcome.outputs, outcome.gradients, outcome.weights
 
 
 def with_row(plan: Plan, rank: int, row: Row) -> Plan:
@@ -128,7 +134,7 @@ def test_shuffled_orders_are_valid_exactly_if_they_run(data: st.DataObject) -> N
     moved = lower({**orders, rank: tuple(order)}, plan.shape, policy="moved", training=plan.training)
     try:
         outcome, expected = interpret(moved, seed=target), expected_outcome(plan)
-        runs = (outcome.outputs, outcome.gradients) == (expected.outputs, expected.gradients)
+        runs = outcome_of(outcome) == outcome_of(expected)
     except (AssertionError, KeyError):
         runs = False
     if runs:
@@ -191,6 +197,50 @@ def test_a_backward_before_its_forward() -> None:
     order[tail], order[tail + 1] = order[tail + 1], order[tail]
     with pytest.raises(ScheduleError, match=r"B3\.0\.0 runs before F3\.0\.0, whose values it uses"):
         validate(lower({**orders, 0: tuple(order)}, plan.shape, policy="x"))
+
+
+def test_weight_gradients_before_their_backward() -> None:
+    plan = PLANS["split"]
+    orders = plan.orders()
+    order = list(orders[1])
+    first, second = order.index(Compute.parse("B1.0.0")), order.index(Compute.parse("W1.0.0"))
+    order[first], order[second] = order[second], order[first]
+    with pytest.raises(ScheduleError, match=r"W1\.0\.0 runs before B1\.0\.0, whose values it uses"):
+        validate(lower({**orders, 1: tuple(order)}, plan.shape, policy="x"))
+
+
+def test_weight_gradients_never_run() -> None:
+    plan = PLANS["split"]
+    orders = plan.orders()
+    orders[1] = tuple(compute for compute in orders[1] if str(compute) != "W1.2.0")
+    with pytest.raises(ScheduleError, match=r"W1\.2\.0 never run"):
+        validate(lower(orders, plan.shape, policy="x"))
+
+
+def test_weight_gradients_of_a_backward_that_is_whole() -> None:
+    plan = PLANS["u"]
+    orders = plan.orders()
+    orders[1] = (*orders[1], Compute.parse("W1.0.0"))
+    with pytest.raises(ScheduleError, match=r"W1\.0\.0 is a part of B, which is not split"):
+        validate(lower(orders, plan.shape, policy="x"))
+
+
+def test_weight_gradients_after_the_reduction() -> None:
+    plan = PLANS["split"]
+    at = max(at for at, instruction in enumerate(plan.for_rank(1)) if instruction.kind is Kind.WEIGHT_PASS)
+    with pytest.raises(ScheduleError, match="must end with ReduceGrads and OptimizerStep, once"):
+        validate(mutated(plan, 1, lambda row: row.append(row.pop(at))))
+
+
+def test_a_micro_batch_is_in_flight_until_its_weight_gradients() -> None:
+    shape = split(full_shape(2, 2, m=2))
+    edge = "0 | F0.0.0 F2.0.0 B2.0.0 B0.0.0 F0.1.0 F2.1.0 B2.1.0 B0.1.0\n"
+    late = lower(parse_orders(edge + "1 | F1.0.0 B1.0.0 F1.1.0 B1.1.0 W1.0.0 W1.1.0"), shape, policy="x")
+    soon = lower(parse_orders(edge + "1 | F1.0.0 B1.0.0 W1.0.0 F1.1.0 B1.1.0 W1.1.0"), shape, policy="x")
+    assert (late.peak_in_flight(1), soon.peak_in_flight(1)) == (2, 1)
+    validate(soon, max_in_flight=1)
+    with pytest.raises(ScheduleError, match=r"2 micro-batches of the domain of F1\.1\.0 are in flight, 1 are allowed"):
+        validate(late, max_in_flight=1)
 
 
 def test_the_head_computes_before_it_loads() -> None:

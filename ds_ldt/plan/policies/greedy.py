@@ -7,6 +7,10 @@
 2. Take micro-batches out of flight again, first on all stages alike, then stage by stage, as long as the step becomes
    no longer, or stays within a part in 1200 of the bound.
 
+Where backwards are split, a micro-batch is in flight until its weight gradients, which fill the bubbles: step 1 tries
+each depth with up to three micro-batches more. What that finds is compared with the plan for whole backwards, each
+with its weight gradients right behind; so a split never makes a step longer.
+
 t is the forward time of the slowest cloud stage, rt_p the unloaded time from the first to the last compute of a
 micro-batch on stage p.
 """
@@ -21,6 +25,7 @@ from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.instructions import Op, Orders
 from ds_ldt.plan.list_schedule import Priority, list_schedule, pipeline_priority
 from ds_ldt.plan.machine import TICKS_PER_SECOND, JobOrders, Machine
+from ds_ldt.plan.playback import Follow
 from ds_ldt.plan.policies.depth import (
     Limits,
     clamped,
@@ -29,11 +34,13 @@ from ds_ldt.plan.policies.depth import (
     round_trip_caps,
     slowest_forward,
 )
+from ds_ldt.plan.policies.weights import right_after
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
 
 _LADDER = ((3.0, 1), (2.0, 0), (1.5, 0), (1.0, 0))
 _OTHER_BACKWARDS = 3  # their rank in `pipeline_priority`
 _TAIL_LAST = (0, 4, 2, 3, 1)  # by the rank in `pipeline_priority`
+_MORE_IF_SPLIT = (0, 1, 2, 3)
 _NEAR = 1 / 1200
 _MOST_JOBS_SHRUNK = 200_000
 
@@ -90,6 +97,10 @@ def orders(shape: PipelineShape, *, costs: Costs | None = None, limits: Limits |
     bound = lower_bound(shape, costs) * TICKS_PER_SECOND
     good_enough = bound * (1 + _NEAR)
     best = _fastest(machine, _ladder(shape, costs, limits), good_enough=good_enough)
+    if shape.split_stages and best.ticks > good_enough:
+        whole = right_after(orders)(shape, costs=costs, limits=limits)
+        if Follow(machine, machine.jobs_of(whole)).play() < best.ticks:
+            return whole
     return machine.orders_of(_shrunk(machine, best, allowed=max(best.ticks, good_enough)).rows)
 
 
@@ -102,7 +113,8 @@ def _ladder(shape: PipelineShape, costs: Costs, limits: Limits | None) -> Iterat
     ]
     if shape.is_single_pass:
         rungs.insert(0, link_caps(shape, costs, limits=limits))
-    yield from dict.fromkeys(rungs)
+    more = _MORE_IF_SPLIT if shape.split_stages else (0,)
+    yield from dict.fromkeys(clamped([cap + one for cap in rung], shape, limits) for rung in rungs for one in more)
 
 
 def _fastest(machine: Machine, ladder: Iterator[tuple[int, ...]], *, good_enough: float) -> _Found:
