@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed.runtime.config import get_gradient_clipping
 
 from ds_ldt.config import JobConfig
-from ds_ldt.errors import ConfigError, ConfigProblem
+from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.grid import LDTPipelineGrid
 from ds_ldt.reduce import bounded, exchange_text
 from ds_ldt.wire import WireSchema
@@ -26,10 +26,9 @@ _LONGEST_FACT = 300
 """Characters; a longer fact is compared by its digest, so that all of them fit into one message."""
 
 
-def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[str, str]:
-    """The facts that both sites must agree on, as short texts by name."""
-    facts: dict[str, Any] = {
-        "number of layers": num_layers,
+def shared_settings(job: JobConfig) -> dict[str, str]:
+    """The settings that both sites must agree on, as short texts by name: what is known without a model."""
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.micro_batch_size,
         "gradient_accumulation_steps": job.num_micro_batches,
         "ldt.pipeline_num_layers": job.ldt.configured_layers,
@@ -38,9 +37,18 @@ def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[s
         "ldt.schedule": job.ldt.schedule.model_dump(),
         "ldt.loss_reduction": job.ldt.loss_reduction,
         "gradient_clipping": get_gradient_clipping(job.deepspeed),
-        "wire schema": [[str(t) for t in wire.tensors], wire.uniform],
         **{key: job.deepspeed[key] for key in _SHARED_SETTINGS if key in job.deepspeed},
     }
+    return _as_texts(settings)
+
+
+def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[str, str]:
+    """The facts that both sites must agree on, as short texts by name: the shared settings and the model's part."""
+    model = {"number of layers": num_layers, "wire schema": [[str(t) for t in wire.tensors], wire.uniform]}
+    return shared_settings(job) | _as_texts(model)
+
+
+def _as_texts(facts: Mapping[str, Any]) -> dict[str, str]:
     return {name: _short(json.dumps(value, sort_keys=True, default=str)) for name, value in facts.items()}
 
 
@@ -50,14 +58,16 @@ def _short(text: str) -> str:
     return f"{text[:80]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-def differences(edge: Mapping[str, str], cloud: Mapping[str, str]) -> list[ConfigProblem]:
-    """One problem for each fact on which the sites differ."""
+def differences(
+    edge: Mapping[str, str], cloud: Mapping[str, str], *, fix: str = "give both sites the same JSON and the same model"
+) -> list[ConfigProblem]:
+    """One problem for each fact on which the sites differ, in alphabetical order; ``fix`` says what to do."""
     return [
         ConfigProblem(
             key=name,
-            found=f"edge {edge.get(name, 'nothing')}, cloud {cloud.get(name, 'nothing')}",
+            found=Absent(f"edge {edge.get(name, 'nothing')}, cloud {cloud.get(name, 'nothing')}"),
             expected="the same on both sites",
-            fix="give both sites the same JSON and the same model",
+            fix=fix,
         )
         for name in sorted({*edge, *cloud})
         if edge.get(name) != cloud.get(name)

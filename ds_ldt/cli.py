@@ -1,9 +1,10 @@
-"""The command `ds-ldt`: plan a configuration and draw it, without torch, processes or a model.
+"""The command `ds-ldt`: plan a configuration and draw it, without torch, processes or a model; check two sites.
 
     ds-ldt plan config.json [--json] [--set ldt.link.latency_ms=40] [--costs costs.json]
     ds-ldt draw config.json -o plan.svg
     ds-ldt draw --trace trace.json -o run.svg
     ds-ldt draw config.json --trace trace.json -o both.svg
+    ds-ldt check config.json --site edge --master_addr 203.0.113.10      and the same with --site cloud there
 
 `python -m ds_ldt.cli` is the same program. It ends with status 0, with 1 if something is wrong with the input (one
 message on stderr says what), and with 2 if the command line itself is wrong.
@@ -12,7 +13,9 @@ message on stderr says what), and with 2 if the command line itself is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_ldt.config import JobConfig, LDTConfig, load_config
-from ds_ldt.errors import LDTError
+from ds_ldt.errors import ConfigError, LDTError
 from ds_ldt.json_file import read_json
 from ds_ldt.layout import Layout, VirtualStage
-from ds_ldt.plan import PipelineShape, Timeline
+from ds_ldt.plan import PipelineShape, Timeline, build_plan
 from ds_ldt.plan.compare import differences
 from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from
 from ds_ldt.plan.policies.depth import Limits
@@ -32,6 +35,8 @@ from ds_ldt.plan.trace import read_trace
 
 _SHOWN_DIFFERENCES = 10
 _RANKS_SHOWN = 16
+_HIGHEST_PORT = 65535
+_LONGEST_WAIT_S = 604800.0
 _STATEMENT = (
     "What may cross the link is the wire schema, which belongs to the model: module.wire.describe() prints it, and so",
     'does the README under "What the cloud learns". Samples, token ids and labels are not sent. What is sent can be',
@@ -64,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "draw" and options.config is None and options.trace is None:
         parser.error("draw needs a configuration, a --trace, or both")
     try:
-        sys.stdout.write(_plan(options) if options.command == "plan" else _draw(options))
+        sys.stdout.write(_COMMANDS[options.command](options))
         sys.stdout.flush()
     except BrokenPipeError:
         return 1
@@ -86,7 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     draw.add_argument("--trace", help="Chrome trace of a run (events named like F0.3.1, tid = rank), or a directory")
     draw.add_argument("--step", type=int, help="training step of the trace; the last one by default")
     draw.add_argument("--arrows", action="store_true", help="draw the messages over the link")
-    for command in (plan, draw):
+    check = commands.add_parser(
+        "check", help="on both sites at once, before a job: do they agree, and what is the link between them like?"
+    )
+    _add_meeting(check)
+    for command in (plan, draw, check):
         command.add_argument(
             "--set",
             action="append",
@@ -95,8 +104,45 @@ def _parser() -> argparse.ArgumentParser:
             metavar="KEY=VALUE",
             help="change a setting, e.g. ldt.link.latency_ms=40; the value is JSON or else text",
         )
+    for command in (plan, draw):
         command.add_argument("--costs", help="JSON of measured seconds by chunk.stage, in place of the hints")
+    check.set_defaults(costs=None)
     return parser
+
+
+def _add_meeting(check: argparse.ArgumentParser) -> None:
+    check.add_argument("config", help="DeepSpeed JSON with an ldt section, this site's copy")
+    check.add_argument("--site", required=True, choices=("edge", "cloud"), help="which site this is")
+    check.add_argument(
+        "--master_addr",
+        default=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        help="address of the edge, as seen from here (default: MASTER_ADDR, else 127.0.0.1)",
+    )
+    check.add_argument(
+        "--master_port",
+        type=_port,
+        default=os.environ.get("MASTER_PORT", "29500"),
+        help="a TCP port of the edge that can be reached (default: MASTER_PORT, else 29500)",
+    )
+    check.add_argument("--interface", help="network interface that leads to the other site (as GLOO_SOCKET_IFNAME)")
+    check.add_argument("--timeout_s", type=_seconds_given, help="longest wait for the other site (ldt.timeout_s)")
+    check.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _HIGHEST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no TCP port, expected 1..{_HIGHEST_PORT}")
+    return int(text)
+
+
+def _seconds_given(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST_WAIT_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds > 0 and <= {_LONGEST_WAIT_S:g}")
+    return seconds
 
 
 def _setting(text: str) -> tuple[list[str], Any]:
@@ -282,9 +328,42 @@ def _difference_lines(planned: Timeline, measured: Timeline) -> list[str]:
     return ["largest differences:", *(f"  {one}" for one in found[:_SHOWN_DIFFERENCES])]
 
 
+def _check(options: argparse.Namespace) -> str:
+    job = _load(options)
+    plan = build_plan(
+        job.shape, policy=job.config.ldt.schedule.policy, costs=job.known.costs, max_in_flight=job.limits
+    )
+    if options.interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = options.interface
+    # What torch says of a site that is not there yet is many lines of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    # DeepSpeed greets on stdout, which is for the report.
+    with contextlib.redirect_stdout(sys.stderr):
+        from ds_ldt.site_check import Meeting, check_sites, facts_of
+
+        report = check_sites(
+            facts_of(job.config, plan, options.site),
+            Meeting(
+                site=options.site,
+                master_addr=options.master_addr,
+                master_port=options.master_port,
+                timeout_s=options.timeout_s or job.config.ldt.timeout_s,
+            ),
+        )
+    text = json.dumps(report.document()) + "\n" if options.json else report.text()
+    if report.difference is None:
+        return text
+    if options.json:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    raise ConfigError.from_problems([report.difference], where="what the two sites have")
+
+
 def _seconds(seconds: float) -> str:
     return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
+
+_COMMANDS = {"plan": _plan, "draw": _draw, "check": _check}
 
 if __name__ == "__main__":
     sys.exit(main())

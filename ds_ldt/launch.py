@@ -76,15 +76,26 @@ def prepare_environment(environ: MutableMapping[str, str] | None = None) -> Laun
     """
     variables = os.environ if environ is None else environ
     launched = read_environment(variables)
-    if _is_loopback(launched.master_addr):
+    choose_interface(launched.master_addr, variables)
+    return launched
+
+
+def choose_interface(master_addr: str, variables: MutableMapping[str, str]) -> None:
+    """Name the interface that gloo is to use where that is sure, and warn where gloo's own choice would be wrong.
+
+    Args:
+        master_addr: Where all processes meet.
+        variables: Environment variables; `GLOO_SOCKET_IFNAME` is set to the loopback interface where it is absent and
+            `master_addr` is a loopback address.
+    """
+    if _is_loopback(master_addr):
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     elif "GLOO_SOCKET_IFNAME" not in variables and _is_loopback(socket.gethostname()):
         logger.warning(
             "This machine's own name resolves to a loopback address, so gloo would listen where the other site cannot "
             "reach it. Set GLOO_SOCKET_IFNAME to the interface that leads to MASTER_ADDR=%s (see `ip route get`).",
-            launched.master_addr,
+            master_addr,
         )
-    return launched
 
 
 def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:

@@ -93,10 +93,6 @@ def global_norm(gradients: Sequence[Tensor], grid: LDTPipelineGrid, extra: Tenso
     return summed[0].sqrt(), summed[1:]
 
 
-MAXMAX_TEXT_BYTES = 8192
-"""Longest text that the sites can exchange, in bytes of UTF-8."""
-
-
 def exchange_text(text: str, grid: LDTPipelineGrid) -> list[str]:
     """Let the leaders of the two sites read each other's text, then everybody else of their site.
 
