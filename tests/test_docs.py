@@ -190,6 +190,8 @@ def unknown_options(words: list[str]) -> list[str]:
         known += read(ROOT / "examples/run_site.sh")
     if "deepspeed" in words:
         known += "--no_ssh --node_rank --hostfile --master_addr --master_port"
+    if words[0] == "ds-ldt":
+        known += read(ROOT / "ds_ldt/cli.py")
     options = [word.split("=")[0] for word in words if word.startswith("--")]
     return [option for option in options if not re.search(rf"{option}\b(?!-)", known)]
 
