@@ -37,6 +37,7 @@ def shared_settings(job: JobConfig) -> dict[str, str]:
         "ldt.schedule": job.ldt.schedule.model_dump(),
         "ldt.loss_reduction": job.ldt.loss_reduction,
         "gradient_clipping": get_gradient_clipping(job.deepspeed),
+        **({"ldt.freeze": job.ldt.freeze} if job.ldt.freeze else {}),
         **{key: job.deepspeed[key] for key in _SHARED_SETTINGS if key in job.deepspeed},
     }
     return _as_texts(settings)
@@ -44,12 +45,21 @@ def shared_settings(job: JobConfig) -> dict[str, str]:
 
 def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[str, str]:
     """The facts that both sites must agree on, as short texts by name: the shared settings and the model's part."""
-    model = {"number of layers": num_layers, "wire schema": [[str(t) for t in wire.tensors], wire.uniform]}
+    model: dict[str, Any] = {
+        "number of layers": num_layers,
+        "wire schema": [[str(t) for t in wire.tensors], wire.uniform],
+    }
+    if wire.per_boundary:
+        model["wire schema by boundary"] = _by_boundary(wire)
     return shared_settings(job) | _as_texts(model)
 
 
 def _as_texts(facts: Mapping[str, Any]) -> dict[str, str]:
     return {name: _short(json.dumps(value, sort_keys=True, default=str)) for name, value in facts.items()}
+
+
+def _by_boundary(wire: WireSchema) -> dict[int, list[str]]:
+    return {boundary: [str(tensor) for tensor in declared] for boundary, declared in (wire.per_boundary or {}).items()}
 
 
 def _short(text: str) -> str:

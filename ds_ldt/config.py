@@ -10,10 +10,10 @@ job raises the same one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -27,11 +27,11 @@ from ds_ldt.checks import (
     matrix_sites,
     world_size_fits,
 )
+from ds_ldt.config_errors import translated
 from ds_ldt.deepspeed_settings import batch_numbers, deepspeed_problems
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.json_file import read_json
 from ds_ldt.modalities import MODALITIES, listed, mapping_form, matrices_sites
-from ds_ldt.spelling import unknown_key
 
 _WEEK_S = 604800.0
 _SIZE = "a whole number >= 1"
@@ -136,6 +136,7 @@ class LDTConfig(_Section):
         allow_exposed_edge: Accept no decoder layer before the first hop or after the last one.
         loss_reduction: Mean over target tokens or over micro-batches; None for the model's default ("token" for
             Hugging Face models, "micro_batch" for lists of layers).
+        freeze: Names of parts of the model that are not trained; which there are, the model says.
         trace: Which steps are recorded for `ds-ldt draw --trace` and Perfetto; None for none.
     """
 
@@ -153,6 +154,9 @@ class LDTConfig(_Section):
     allow_exposed_edge: bool = Field(default=False, description="true or false", examples=["true"])
     loss_reduction: Literal["token", "micro_batch"] | None = Field(
         default=None, description='one of "token", "micro_batch", null', examples=["token"]
+    )
+    freeze: list[str] = Field(
+        default=[], description="a list of names of parts of the model", examples=['["vision_encoder"]']
     )
     trace: TraceConfig | None = Field(
         default=None, description=f"{_SECTION}, or null", examples=['{"path": "trace", "steps": [3, 4]}']
@@ -295,7 +299,7 @@ def _job(settings: dict[str, Any], where: str | None) -> JobConfig:
         try:
             ldt = LDTConfig.model_validate(dict(section))
         except ValidationError as error:
-            problems.extend(_translated(error))
+            problems.extend(translated(error, LDTConfig))
     batch: Batch | ConfigProblem | None = None
     if ldt is not None and not problems:
         batch = complete_batch(
@@ -334,51 +338,3 @@ def _check_world_size(job: JobConfig, world_size: int, where: str | None) -> Non
     )
     if problem is not None:
         raise ConfigError.from_problems([problem], where=where)
-
-
-def _translated(error: ValidationError) -> Iterator[ConfigProblem]:
-    """Yield pydantic's findings in the form of this package, one per setting."""
-    for finding in error.errors(include_url=False):
-        cause = finding.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):
-            yield from cause.problems
-            continue
-        path = finding["loc"]
-        section, field_path = _field(path)
-        name = str(field_path[-1])
-        key = ".".join(map(str, ("ldt", *field_path)))
-        if name not in section.model_fields:
-            yield unknown_key(key, finding["input"], known=section.model_fields, owner="this section")
-            continue
-        field = section.model_fields[name]
-        yield ConfigProblem(
-            key=key,
-            found=Absent() if finding["type"] == "missing" else finding["input"],
-            expected=str(field.description),
-            fix=f'write e.g. "{name}": {_json_example(field.examples)}',
-        )
-
-
-def _field(path: tuple[int | str, ...]) -> tuple[type[_Section], tuple[int | str, ...]]:
-    """Return the section that a pydantic path leads into, and the path without what follows its field."""
-    section: type[_Section] = LDTConfig
-    for depth, name in enumerate(path):
-        inner = _section_of(section.model_fields[str(name)].annotation) if name in section.model_fields else None
-        if depth + 1 == len(path) or inner is None:
-            return section, path[: depth + 1]
-        section = inner
-    return section, path
-
-
-def _section_of(annotation: object) -> type[_Section] | None:
-    """Return the section that a field holds, also where it may be left out."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, _Section):
-            return candidate
-    return None
-
-
-def _json_example(examples: list[Any] | None) -> str:
-    example = (examples or [""])[0]
-    is_word = isinstance(example, str) and example.isidentifier() and example != "true"
-    return f'"{example}"' if is_word else str(example)

@@ -92,7 +92,11 @@ class LDTPipelineEngine(PipelineEngine):
             guard=guard,
         )
         tracer = ShapeTracer(
-            self.module._layer_specs, self.module.layout, self.module.wire, dtype=self.get_data_types()[0]
+            self.module._layer_specs,
+            self.module.layout,
+            self.module.wire,
+            dtype=self.get_data_types()[0],
+            local_layers=self.module.local_layers,
         )
         self.intake = Intake(self.module, self.grid, groups, guard, tracer)
 
@@ -102,6 +106,13 @@ class LDTPipelineEngine(PipelineEngine):
         for virtual_stage in self.module.virtual_stage_funcs:
             trainable[virtual_stage] = int(self.module.is_trainable(virtual_stage))
         counts = sum_over_sites(trainable, self.grid).cumsum(0).tolist()
+        if self.job.ldt.freeze and counts[-1] == 0:
+            raise ConfigError.of(
+                "ldt.freeze",
+                found=self.job.ldt.freeze,
+                expected="some part of the model that is left to train",
+                fix="take a name off the list",
+            )
         return tuple(
             counts[boundary] > 0 and any(t.gradient for t in self.module.wire.tensors_at(boundary))
             for boundary in range(self.module.layout.num_boundaries)
@@ -419,7 +430,7 @@ class LDTPipelineEngine(PipelineEngine):
     def _exec_load_micro_batch(self, buffer_id: int, key: Key) -> None:
         """Move a micro-batch that the intake has drawn to the device: inputs for the head, labels for the tail."""
         batch = self._current.batches[key.micro_batch, key.domain]
-        batch.labels = _to_device(batch.labels, self.device)
+        batch.labels, batch.local = _to_device((batch.labels, batch.local), self.device)
         inputs = batch.inputs if isinstance(batch.inputs, tuple) else (batch.inputs,)
         self._inputs[key] = _to_device(inputs, self.device)
         batch.inputs = None
@@ -435,11 +446,18 @@ class LDTPipelineEngine(PipelineEngine):
     def _exec_forward_pass(self, buffer_id: int, key: Key) -> None:
         """Run one virtual stage; on the tail this ends in the loss."""
         inputs = self._inputs[key] if torch.is_grad_enabled() else self._inputs.pop(key)
-        outputs = self.module(inputs if len(inputs) > 1 else inputs[0], virtual_stage=key.virtual_stage)
+        outputs = self.module(
+            inputs if len(inputs) > 1 else inputs[0], virtual_stage=key.virtual_stage, local=self._local(key)
+        )
         if key.virtual_stage == self.module.layout.num_boundaries:
             self._finish_forward(key, outputs)
         else:
             self._outputs[key] = outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def _local(self, key: Key) -> tuple[Tensor, ...]:
+        """What stays on the edge of a micro-batch; nothing in the cloud."""
+        batch = self._current.batches.get((key.micro_batch, key.domain))
+        return () if batch is None else batch.local
 
     def _finish_forward(self, key: Key, outputs: Any) -> None:
         """Turn the tail's outputs into a loss and keep it under its own key: several are in flight."""
@@ -469,7 +487,7 @@ class LDTPipelineEngine(PipelineEngine):
                 f"rank {self.global_rank}: virtual stage {key.virtual_stage}, micro-batch {key.micro_batch} of domain "
                 f"{key.domain}: the layers returned {_describe(found)}, but {_describe(announced)} was announced to "
                 "the receiver at the start of the step. The shapes of a boundary must follow from the shapes of the "
-                "head's inputs; declare head_shapes= or WireSchema(uniform=False) so that they are announced right."
+                "micro-batch; declare sent_shapes= or WireSchema(uniform=False) so that they are announced right."
             )
 
     def _exec_recv_grads(self, buffer_id: int, key: Key, channel: Channel) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_ldt.control import Announcement, ControlLink, Status, StepId, StepKind, short_fingerprint
-from ds_ldt.errors import ConfigError, LDTError, LinkError
+from ds_ldt.announcement import Announcement, Status, StepId, StepKind, short_fingerprint
+from ds_ldt.control import ControlLink
+from ds_ldt.errors import Absent, ConfigError, LDTError, LinkError
 from ds_ldt.grid import LDTPipelineGrid
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.plan import Channel, Flow, Plan
 from ds_ldt.reduce import bounded
-from ds_ldt.shapes import ShapeTracer, shapes_of
+from ds_ldt.shapes import ShapeTracer, shapes_of, without_gradients
 from ds_ldt.transport import StreamGroups
 from ds_ldt.wire import Signature, WireGuard, gradient_signature
 
@@ -37,12 +38,14 @@ class MicroBatch:
     Attributes:
         inputs: what the head takes.
         labels: what the loss function takes.
+        local: what the local layers take besides, in whichever virtual stage of the edge they are.
         num_targets: how many targets its loss is a mean over; 0 where the loss is a mean over micro-batches.
         loss_weight: factor of its loss: 1, or its share of the targets where the loss is a mean over targets.
     """
 
     inputs: Any
     labels: Any
+    local: tuple[torch.Tensor, ...] = ()
     num_targets: int = 0
     loss_weight: float = 1.0
 
@@ -87,7 +90,14 @@ class Intake:
         self._tracer = tracer
         self._num_steps = 0
         self._inbound_of: dict[str, dict[Channel, tuple[int, ...]]] = {}
-        self._control = ControlLink(rank=grid.global_rank, groups=groups, timeout_s=grid.timeout_s, guard=guard)
+        self._edge_boundaries = module.layout.edge_boundaries
+        self._control = ControlLink(
+            rank=grid.global_rank,
+            groups=groups,
+            timeout_s=grid.timeout_s,
+            guard=guard,
+            boundaries=self._edge_boundaries,
+        )
         if grid.site == "cloud":
             self._edge_rank = grid.rank_map.rank_serving(stage=0, domain=grid.domains[0])
             self._control.expect(self._edge_rank)
@@ -179,12 +189,13 @@ class Intake:
         for micro_batch in range(step.plan.shape.num_micro_batches):
             for domain in self._grid.domains:
                 batch = next(data_iterator)
-                inputs, labels = module.batch_fn(batch) if module.batch_fn is not None else _pair(batch)
+                inputs, labels, *rest = module.batch_fn(batch) if module.batch_fn is not None else _pair(batch)
+                local = self._local(rest)
                 step.batches[micro_batch, domain] = MicroBatch(
-                    inputs=inputs, labels=labels, num_targets=self._count_targets(labels)
+                    inputs=inputs, labels=labels, local=local, num_targets=self._count_targets(labels)
                 )
-                step.signatures[micro_batch, domain] = self._tracer.boundaries(self._head_signature(inputs))
-        if not module.dynamic_shape and len({signatures[0] for signatures in step.signatures.values()}) > 1:
+                step.signatures[micro_batch, domain] = self._signatures(inputs, local)
+        if not module.dynamic_shape and len(set(step.signatures.values())) > 1:
             raise ConfigError.of(
                 "dynamic_shape",
                 found=False,
@@ -199,18 +210,40 @@ class Intake:
             announcement = Announcement(
                 step=self._step_id(step.plan, domain),
                 status=status,
-                signatures=tuple(step.signatures[key][0] for key in keys),
+                signatures=tuple(
+                    tuple(step.signatures[key][boundary] for boundary in self._edge_boundaries) for key in keys
+                ),
             )
             for stage in range(1, self._grid.rank_map.num_stages):
                 self._control.announce(self._grid.rank_map.rank_serving(stage=stage, domain=domain), announcement)
 
-    def _head_signature(self, inputs: Any) -> Signature:
-        if self._module.head_shapes is not None:
-            signature = self._tracer.declare(0, self._module.head_shapes(inputs))
-        else:
-            signature = self._tracer.head_signature(shapes_of(inputs))
-        self._guard.check_announced(0, signature)
-        return signature
+    def _local(self, rest: list[Any]) -> tuple[torch.Tensor, ...]:
+        """What the micro-batch brings for the local layers: the third value of ``batch_fn``."""
+        found = rest[0] if rest else ()
+        if len(rest) > 1 or not isinstance(found, tuple) or (self._module.local_layers and not rest):
+            raise ConfigError.of(
+                "batch_fn",
+                found=Absent(f"{2 + len(rest)} values"),
+                expected="(inputs, labels, local), local being a tuple of tensors for the local layers",
+                fix="return a third value, or build the module without local_layers=",
+            )
+        return found
+
+    def _signatures(self, inputs: Any, local: tuple[torch.Tensor, ...]) -> tuple[Signature, ...]:
+        """The signature of a micro-batch at every boundary."""
+        announced: tuple[Signature, ...] = ()
+        before, known = shapes_of(inputs), self._tracer.boundaries(())
+        for boundary in self._edge_boundaries:
+            shapes = None if self._module.sent_shapes is None else self._module.sent_shapes(inputs, local, boundary)
+            if shapes is None:
+                signature = self._tracer.sent_by_edge(boundary, before, shapes_of(local))
+            else:
+                signature = self._tracer.declare(boundary, shapes)
+            self._guard.check_announced(boundary, signature)
+            announced = (*announced, signature)
+            known = self._tracer.boundaries(announced)
+            before = without_gradients(known[-1])
+        return known
 
     def _count_targets(self, labels: Any) -> int:
         if self._module.loss_reduction != "token" or self._module.count_targets is None:
@@ -251,11 +284,11 @@ class Intake:
                 "of this step. Its own message says why; it is not repeated here, for it may quote a sample."
             )
         step = Step(plan=plan, signatures={})
-        for micro_batch, signature in enumerate(announcement.signatures):
+        for micro_batch, announced in enumerate(announcement.signatures):
             try:
-                step.signatures[micro_batch, domain] = self._tracer.boundaries(signature)
+                step.signatures[micro_batch, domain] = self._tracer.boundaries(announced)
             except LDTError as error:
-                raise LinkError(f"micro-batch {micro_batch} was announced as {signature}: {error}") from error
+                raise LinkError(f"micro-batch {micro_batch} was announced as {announced}: {error}") from error
         return step
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_ldt.agreement import agree
+from ds_ldt.checks import EDGE_STAGE
 from ds_ldt.config import JobConfig, load_config
-from ds_ldt.errors import ConfigError
+from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.grid import LDTPipelineGrid, LDTTopology
 from ds_ldt.launch import init_distributed, prepare_environment
 from ds_ldt.layout import Layout
+from ds_ldt.shapes import Shapes
 from ds_ldt.topology import RankMap
 from ds_ldt.wire import DEFAULT_SCHEMA, WireSchema, WireTensor
 
@@ -46,12 +49,18 @@ class LDTPipelineModule(PipelineModule):
         num_trailing: the same at the end of ``layers`` (final norm, output head).
         depths: for a model of two modalities, the number of layers of each: ``{"vision_encoder": 32, "text_decoder":
             28}``; ``layers`` then holds leading, vision, joining, text and trailing layers, in this order.
-        batch_fn: edge only; turns what the data iterator yields into ``(inputs, labels)``.
+        local_layers: indices of layers on the edge that are called ``layer(payload, local)``, local being a tuple of
+            tensors of the micro-batch that stays on the edge (token ids, where a middle chunk needs them).
+        batch_fn: edge only; turns what the data iterator yields into ``(inputs, labels)``, or with ``local_layers``
+            into ``(inputs, labels, local)``.
         count_targets: edge only; ``labels -> int``, the number of targets a micro-batch's loss is a mean over. Needed
             for ``"loss_reduction": "token"``.
         loss_reduction: what ``ldt.loss_reduction: null`` means for this model: ``"micro_batch"`` or ``"token"``.
-        head_shapes: edge only; ``inputs -> ((dtype, shape), ...)`` of what the head will send, for models whose head
-            should not be traced to find out. Default: the head is run on the meta device, once for each input shape.
+        sent_shapes: edge only; ``(inputs, local, boundary) -> ((dtype, shape), ...)`` of what the edge will send over
+            a boundary, for models that should not be traced to find out, or None to have it traced. Default: each
+            virtual stage of the edge is run on the meta device, once for each input shape.
+        parts: names for ``ldt.freeze`` and what they stand for: indices of layers, or ``(index, prefix)`` for the
+            parameters of a layer whose names start so.
         base_seed: seed of the initial weights; layer i uses ``base_seed + i``.
         activation_checkpoint_interval: checkpoint activations every so many layers; 0 turns it off. A value in the
             JSON's ``pipeline`` section wins.
@@ -75,10 +84,12 @@ class LDTPipelineModule(PipelineModule):
         num_between: int = 0,
         num_trailing: int = 0,
         depths: Mapping[str, int] | None = None,
-        batch_fn: Callable[[Any], tuple[Any, Any]] | None = None,
+        local_layers: Collection[int] = (),
+        batch_fn: Callable[[Any], tuple[Any, ...]] | None = None,
         count_targets: Callable[[Any], int] | None = None,
         loss_reduction: str = "micro_batch",
-        head_shapes: Callable[[Any], tuple[tuple[torch.dtype, tuple[int, ...]], ...]] | None = None,
+        sent_shapes: Callable[[Any, tuple[Tensor, ...], int], Shapes | None] | None = None,
+        parts: Mapping[str, Iterable[int | tuple[int, str]]] | None = None,
         base_seed: int = 1234,
         activation_checkpoint_interval: int = 0,
         checkpointable_layers: list[str] | None = None,
@@ -89,24 +100,18 @@ class LDTPipelineModule(PipelineModule):
         self.job = load_config(config, world_size=environment.world_size)
         self._layer_specs = list(layers)
         self._num_layers = len(self._layer_specs)
-        self.layout = Layout.build(
-            self.job.ldt.pipeline_num_layers,
-            num_layers=self._num_layers - num_leading - num_trailing if depths is None else depths,
-            num_leading=num_leading,
-            num_between=num_between,
-            num_trailing=num_trailing,
-            allow_exposed_edge=self.job.ldt.allow_exposed_edge,
-        )
+        joining = {"num_leading": num_leading, "num_between": num_between, "num_trailing": num_trailing}
+        self.layout = self._lay_out(depths, **joining)
         self.loss_reduction = self.job.ldt.loss_reduction or loss_reduction
         self.loss_fn = loss_fn
         self.batch_fn = batch_fn
         self.count_targets = count_targets
-        self.head_shapes = head_shapes
+        self.local_layers = frozenset(local_layers)
+        self.sent_shapes = sent_shapes
         self.wire = _wire_schema(wire)
         self.dynamic_shape = dynamic_shape
-        self._check_split_backward()
-        self._check_ties()
-        self._check_loss_reduction()
+        self._check()
+        frozen = frozen_parameters(self.job.ldt.freeze, parts or {})
 
         init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
         self._topo = LDTTopology(RankMap.from_config(self.job))
@@ -121,7 +126,32 @@ class LDTPipelineModule(PipelineModule):
 
         self._configure_activation_checkpointing(activation_checkpoint_interval, checkpointable_layers)
         self._build_virtual_stages(base_seed)
+        self._freeze(frozen)
         self.to(get_accelerator().device_name(self.local_rank))
+
+    def _lay_out(self, depths: Mapping[str, int] | None, **joining: int) -> Layout:
+        """Cut the layers as configured; with ``depths`` they are those of both modalities and what joins them."""
+        layout = Layout.build(
+            self.job.ldt.pipeline_num_layers,
+            num_layers=self._num_layers - sum(joining.values()) if depths is None else depths,
+            allow_exposed_edge=self.job.ldt.allow_exposed_edge,
+            **joining,
+        )
+        if layout.num_layers != self._num_layers:
+            raise ConfigError.of(
+                "layers",
+                found=Absent(f"{self._num_layers} layers"),
+                expected=f"{layout.num_layers}, those of depths={depths} and those that join them",
+                fix="correct depths= or the number of leading, joining and trailing layers",
+            )
+        return layout
+
+    def _check(self) -> None:
+        """Find what is wrong with the layers of this layout before any process group exists."""
+        self._check_split_backward()
+        self._check_ties()
+        self._check_local_layers()
+        self._check_loss_reduction()
 
     def _check_ties(self) -> None:
         """Tied layers share one module, so they must live on one stage; across stages the copies would drift."""
@@ -147,6 +177,17 @@ class LDTPipelineModule(PipelineModule):
                 expected="false: it can be planned, but not be run yet",
                 fix="remove it",
             )
+
+    def _check_local_layers(self) -> None:
+        """What local layers take besides never leaves the edge, so they must be there."""
+        for index in sorted(self.local_layers):
+            if self.layout.stage_of_layer(index) != EDGE_STAGE:
+                raise ConfigError.of(
+                    "ldt.pipeline_num_layers",
+                    found=self.layout.configured,
+                    expected=f"layer {index} on stage 0, the edge: it takes what stays there",
+                    fix="move it to the edge",
+                )
 
     def _check_loss_reduction(self) -> None:
         if self.loss_reduction == "token" and self.count_targets is None:
@@ -185,6 +226,24 @@ class LDTPipelineModule(PipelineModule):
                 forward_funcs += self.forward_funcs
         self.forward_funcs = forward_funcs
 
+    def _freeze(self, frozen: Iterable[tuple[int, str]]) -> None:
+        """Leave out of training what this rank holds of the parameters named by layer index and prefix."""
+        held = self._modules_by_layer()
+        for index, prefix in frozen:
+            for name, parameter in held[index].named_parameters() if index in held else ():
+                if name.startswith(prefix):
+                    parameter.requires_grad_(False)
+
+    def _modules_by_layer(self) -> dict[int, nn.Module]:
+        """The module behind each layer of this rank; both layers of a tied pair have the same."""
+        found: dict[int, nn.Module] = {}
+        for index, func in zip(self.layer_indices, self.forward_funcs, strict=True):
+            layer = self._layer_specs[index]
+            module = self.tied_modules[layer.key] if isinstance(layer, TiedLayerSpec) else func
+            if isinstance(module, nn.Module):
+                found[index] = module
+        return found
+
     def owned_layers(self) -> dict[int, nn.Module]:
         """The layers with weights that this rank holds, by global pipeline layer index; a tied module appears once."""
         owned: dict[int, nn.Module] = {}
@@ -195,35 +254,36 @@ class LDTPipelineModule(PipelineModule):
 
     def is_trainable(self, virtual_stage: int) -> bool:
         """Whether any parameter used in a virtual stage of this rank is trained."""
-        spec = self.layout.virtual_stages[virtual_stage]
-        modules = [
-            self.tied_modules[layer.key] if isinstance(layer, TiedLayerSpec) else func
-            for layer, func in zip(
-                self._layer_specs[spec.start : spec.stop], self.virtual_stage_funcs[virtual_stage], strict=True
-            )
-        ]
-        return any(p.requires_grad for m in modules if isinstance(m, nn.Module) for p in m.parameters())
+        spec, held = self.layout.virtual_stages[virtual_stage], self._modules_by_layer()
+        modules = [held[index] for index in range(spec.start, spec.stop) if index in held]
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
-    def forward(self, inputs: Payload, *, virtual_stage: int) -> Payload:
+    def forward(self, inputs: Payload, *, virtual_stage: int, local: tuple[Tensor, ...] = ()) -> Payload:
         """Run the layers of one virtual stage.
 
         Args:
             inputs: the micro-batch for the head, else what the previous virtual stage sent.
             virtual_stage: index of a virtual stage that this rank holds.
+            local: what its local layers take besides.
 
         Returns:
             What the last of its layers returns.
         """
-        funcs = self.virtual_stage_funcs[virtual_stage]
+        layers = self.virtual_stage_funcs[virtual_stage]
+        first = self.layout.virtual_stages[virtual_stage].start
+        funcs = [
+            partial(_with_local, func, local) if index in self.local_layers else func
+            for index, func in enumerate(layers, start=first)
+        ]
         interval = self.activation_checkpoint_interval
         if interval == 0 or not torch.is_grad_enabled():
             return _run(funcs, inputs)
         for start in range(0, len(funcs), interval):
-            segment = funcs[start : start + interval]
-            if self._is_checkpointable(segment):
-                inputs = self._run_checkpointed(segment, inputs)
+            segment = slice(start, start + interval)
+            if self._is_checkpointable(layers[segment]):
+                inputs = self._run_checkpointed(funcs[segment], inputs)
             else:
-                inputs = _run(segment, inputs)
+                inputs = _run(funcs[segment], inputs)
         return inputs
 
     def _run_checkpointed(self, funcs: Sequence[Callable[[Any], Any]], inputs: Payload) -> Payload:
@@ -259,6 +319,30 @@ class LDTPipelineModule(PipelineModule):
     def _at_layer(self, path_of: Callable[[str, int], Any], ckpt_dir: str, local_layer_idx: int) -> Any:
         # The parent adds _local_start, the start of the last virtual stage that was built.
         return path_of(ckpt_dir, self.layer_indices[local_layer_idx] - self._local_start)
+
+
+def frozen_parameters(
+    freeze: Sequence[str], parts: Mapping[str, Iterable[int | tuple[int, str]]]
+) -> list[tuple[int, str]]:
+    """What ``ldt.freeze`` names, as pairs of a layer index and a prefix of parameter names.
+
+    Raises:
+        ConfigError: a name is not one of the model's parts.
+    """
+    for name in freeze:
+        if name not in parts:
+            raise ConfigError.of(
+                "ldt.freeze",
+                found=name,
+                expected=f"parts of this model: {', '.join(parts)}" if parts else "nothing: this model names no parts",
+                fix="name one of them" if parts else "remove it, or pass parts= to LDTPipelineModule",
+            )
+    named = [entry for name in freeze for entry in parts[name]]
+    return [entry if isinstance(entry, tuple) else (entry, "") for entry in named]
+
+
+def _with_local(func: Callable[..., Payload], local: tuple[Tensor, ...], inputs: Payload) -> Payload:
+    return func(inputs, local)
 
 
 def _run(funcs: Sequence[Callable[[Any], Any]], inputs: Payload) -> Payload:

@@ -1,21 +1,23 @@
 """Which shapes cross each boundary, known before any layer runs.
 
 A receiver posts its buffers ahead of the data, so it must know their sizes. The edge announces, for every micro-batch
-of a step, the signature of what its head will send over boundary 0; every rank derives the other boundaries itself:
-they are the same where the wire schema says so (transformers), else the layers in between are run once per signature
-on the meta device, which costs neither memory nor arithmetic.
+of a step, the signature of what each of its virtual stages will send; every rank derives the boundaries between cloud
+stages itself: they are the same where the wire schema says so (transformers), else the layers in between are run once
+per signature on the meta device, which costs neither memory nor arithmetic.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
+from ds_ldt.checks import EDGE_STAGE
 from ds_ldt.errors import ConfigError
 from ds_ldt.layout import Layout
 from ds_ldt.wire import Signature, TensorSignature, WireSchema
@@ -32,38 +34,64 @@ class ShapeTracer:
         layout: which layers lie between two boundaries.
         wire: the wire schema.
         dtype: dtype of the model's parameters, which the meta copies take on; None leaves them as built.
+        local_layers: the layers that also take what stays on the edge.
     """
 
     def __init__(
-        self, layer_specs: Sequence[Any], layout: Layout, wire: WireSchema, *, dtype: torch.dtype | None = None
+        self,
+        layer_specs: Sequence[Any],
+        layout: Layout,
+        wire: WireSchema,
+        *,
+        dtype: torch.dtype | None = None,
+        local_layers: Collection[int] = (),
     ) -> None:
         self._layer_specs = layer_specs
         self._layout = layout
         self._wire = wire
         self._dtype = dtype
-        self._funcs: dict[int, list[Callable[[Any], Any]]] = {}
+        self._local_layers = frozenset(local_layers)
+        self._funcs: dict[int, list[Callable[..., Any]]] = {}
         self._tied: dict[str, nn.Module] = {}
-        self._after_head: dict[Shapes, Signature] = {}
-        self._behind: dict[Signature, tuple[Signature, ...]] = {}
+        self._sent: dict[tuple[int, Shapes, Shapes], Signature] = {}
+        self._between: dict[tuple[Signature, ...], tuple[Signature, ...]] = {}
 
-    def head_signature(self, shapes: Shapes) -> Signature:
-        """What the head sends over boundary 0 for a micro-batch of the given input shapes."""
-        if shapes not in self._after_head:
-            self._after_head[shapes] = self.declare(0, self._trace(0, shapes))
-        return self._after_head[shapes]
+    def sent_by_edge(self, boundary: int, shapes: Shapes, local: Shapes = ()) -> Signature:
+        """What the edge sends over one of its boundaries.
 
-    def boundaries(self, head_signature: Signature) -> tuple[Signature, ...]:
-        """The signature at every boundary, given that of boundary 0."""
-        if head_signature not in self._behind:
-            found = [head_signature]
-            for boundary in range(1, self._layout.num_boundaries):
-                if self._wire.uniform:
-                    shapes = tuple((t.dtype, t.shape) for t in head_signature)
-                else:
-                    shapes = self._trace(boundary, tuple((t.dtype, t.shape) for t in found[-1]))
-                found.append(self.declare(boundary, shapes))
-            self._behind[head_signature] = tuple(found)
-        return self._behind[head_signature]
+        Args:
+            boundary: index of the virtual stage of the edge that sends, and of the boundary behind it.
+            shapes: of the micro-batch for boundary 0, else of what crosses the boundary before.
+            local: of what stays on the edge and its layers take besides.
+        """
+        key = (boundary, shapes, local)
+        if key not in self._sent:
+            stage = self._layout.virtual_stages[boundary]
+            takes_local = not self._local_layers.isdisjoint(range(stage.start, stage.stop))
+            same = self._wire.uniform and boundary > 0 and not takes_local
+            self._sent[key] = self.declare(boundary, shapes if same else self._trace(boundary, shapes, local))
+        return self._sent[key]
+
+    def boundaries(self, announced: tuple[Signature, ...]) -> tuple[Signature, ...]:
+        """The signature at every boundary, given those at the boundaries over which the edge sends.
+
+        Args:
+            announced: signatures at `layout.edge_boundaries`, in order. Where only the first are known the answer
+                ends before the next one.
+        """
+        if announced not in self._between:
+            found: list[Signature] = []
+            known = dict(zip(self._layout.edge_boundaries, announced, strict=False))
+            for boundary, virtual_stage in enumerate(self._layout.virtual_stages[:-1]):
+                if virtual_stage.stage == EDGE_STAGE:
+                    if boundary not in known:
+                        break
+                    found.append(known[boundary])
+                    continue
+                shapes = without_gradients(found[-1])
+                found.append(self.declare(boundary, shapes if self._wire.uniform else self._trace(boundary, shapes)))
+            self._between[announced] = tuple(found)
+        return self._between[announced]
 
     def declare(self, boundary: int, shapes: Shapes) -> Signature:
         """Attach to shapes the gradient flags that the wire schema declares for a boundary."""
@@ -75,46 +103,56 @@ class ShapeTracer:
             for position, (dtype, shape) in enumerate(shapes)
         )
 
-    def _trace(self, virtual_stage: int, shapes: Shapes) -> Shapes:
-        tensors = tuple(torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shapes)
+    def _trace(self, virtual_stage: int, shapes: Shapes, local: Shapes = ()) -> Shapes:
+        tensors, kept = _on_meta(shapes), _on_meta(local)
         payload: Any = tensors if len(tensors) > 1 else tensors[0]
+        start = self._layout.virtual_stages[virtual_stage].start
         try:
             with torch.no_grad(), torch.device("meta"), torch.random.fork_rng(devices=[]):
-                for func in self._meta_funcs(virtual_stage):
-                    payload = func(payload)
+                for layer, func in enumerate(self._meta_funcs(virtual_stage), start=start):
+                    payload = func(payload, kept) if layer in self._local_layers else func(payload)
         except Exception as error:
             raise ConfigError.of(
                 "layers",
                 found=f"virtual stage {virtual_stage}, which does not run on the meta device: {error}",
                 expected="layers whose output shapes follow from their input shapes",
                 fix="declare wire=WireSchema(..., uniform=True) if every boundary carries the same shapes, "
-                "and head_shapes= if the head cannot be traced",
+                "and sent_shapes= if a virtual stage of the edge cannot be traced",
             ) from error
         return shapes_of(payload)
 
-    def _meta_funcs(self, virtual_stage: int) -> list[Callable[[Any], Any]]:
+    def _meta_funcs(self, virtual_stage: int) -> list[Callable[..., Any]]:
         if virtual_stage not in self._funcs:
             cell = self._layout.virtual_stages[virtual_stage]
-            self._funcs[virtual_stage] = [self._on_meta(layer) for layer in self._layer_specs[cell.start : cell.stop]]
+            self._funcs[virtual_stage] = [self._copy(layer) for layer in self._layer_specs[cell.start : cell.stop]]
         return self._funcs[virtual_stage]
 
-    def _on_meta(self, layer: Any) -> Callable[[Any], Any]:
+    def _copy(self, layer: Any) -> Callable[..., Any]:
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self._tied:
                 self._tied[layer.key] = self._build(layer)
             module = self._tied[layer.key]
             forward_fn = layer.forward_fn
-            return module if forward_fn is None else lambda inputs: forward_fn(module, inputs)
+            return module if forward_fn is None else partial(forward_fn, module)
         if isinstance(layer, LayerSpec):
             return self._build(layer)
         if isinstance(layer, nn.Module):
             return copy.deepcopy(layer).to(device="meta", dtype=self._dtype)
-        func: Callable[[Any], Any] = layer
+        func: Callable[..., Any] = layer
         return func
 
     def _build(self, spec: LayerSpec) -> nn.Module:
         module: nn.Module = spec.build()
         return module.to(device="meta", dtype=self._dtype)
+
+
+def without_gradients(signature: Signature) -> Shapes:
+    """Dtype and shape of every tensor of a message."""
+    return tuple((tensor.dtype, tensor.shape) for tensor in signature)
+
+
+def _on_meta(shapes: Shapes) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shapes)
 
 
 def shapes_of(payload: Any) -> Shapes:

@@ -10,12 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from ds_ldt.errors import ConfigError, LinkError, PrivacyError
+
+if TYPE_CHECKING:
+    from ds_ldt.layout import Layout
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a tensor declared as `"float"` may be. float64 is not among them: some accelerators quietly narrow it."""
@@ -124,8 +129,8 @@ class WireSchema:
 
     Attributes:
         tensors: The declared tensors of a message, in order; the same at every boundary that `per_boundary` lacks.
-        uniform: True when every boundary carries the shapes of boundary 0 (transformers); False when the shapes behind
-            each virtual stage have to be traced.
+        uniform: True when a boundary between cloud stages carries the shapes of the one before it (transformers);
+            False when the shapes behind each virtual stage have to be traced.
         per_boundary: Boundary -> its own list.
 
     Raises:
@@ -147,6 +152,21 @@ class WireSchema:
                         fix=f"move it behind {after.name!r} or make {after.name!r} optional too",
                     )
 
+    @classmethod
+    def by_modality(
+        cls, layout: Layout, tensors: Mapping[str, tuple[WireTensor, ...]], *, uniform: bool = True
+    ) -> WireSchema:
+        """Make the schema of a model whose modalities send different tensors.
+
+        Args:
+            layout: Says which boundary carries the hidden states of which modality.
+            tensors: Modality -> the tensors of its messages.
+            uniform: See the attribute.
+        """
+        boundaries = range(layout.num_boundaries)
+        per_boundary = {boundary: tensors[layout.modality_of_boundary(boundary)] for boundary in boundaries}
+        return cls(tensors=(), uniform=uniform, per_boundary=per_boundary)
+
     def tensors_at(self, boundary: int) -> tuple[WireTensor, ...]:
         """The declared tensors of a message over this boundary, in order."""
         return (self.per_boundary or {}).get(boundary, self.tensors)
@@ -154,9 +174,12 @@ class WireSchema:
     def describe(self) -> str:
         """The schema as a statement in plain words: what is sent over the link, and what that reveals."""
         lines = ["What is sent between the virtual stages (every message is held to this list before it leaves):"]
-        lines += _statement("every boundary" if not self.per_boundary else "every other boundary", self.tensors)
-        for boundary, declared in sorted((self.per_boundary or {}).items()):
-            lines += _statement(f"boundary {boundary}", declared)
+        if self.tensors:
+            lines += _statement("every boundary" if not self.per_boundary else "every other boundary", self.tensors)
+        for declared, alike in groupby(sorted((self.per_boundary or {}).items()), key=itemgetter(1)):
+            boundaries = [boundary for boundary, _ in alike]
+            title = f"boundary {boundaries[0]}" if len(boundaries) == 1 else f"boundaries {_ranges(boundaries)}"
+            lines += _statement(title, declared)
         lines += [
             "Besides, the sites exchange the shapes of the micro-batches at the start of a step, the mean loss and",
             "the gradient norm at its end, and once the settings that they must share. Samples, token ids, labels,",
@@ -172,6 +195,13 @@ DEFAULT_SCHEMA = WireSchema(
     uniform=False,
 )
 """One floating-point tensor whose gradient returns: what a plain list of layers exchanges."""
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers briefly, e.g. `0-3, 5`."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    stops = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(starts, stops, strict=True))
 
 
 def _statement(title: str, declared: Sequence[WireTensor]) -> list[str]:

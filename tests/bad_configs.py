@@ -229,6 +229,8 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("timeout_is_infinite", {"ldt.timeout_s": float("inf")}, ["ldt.timeout_s: found inf, expected seconds"]),
     ("timeout_is_false", {"ldt.timeout_s": False}, ["ldt.timeout_s: found false, expected seconds"]),
     ("loss_reduction", {"ldt.loss_reduction": "sum"}, ['ldt.loss_reduction: found "sum", expected one of "token"']),
+    ("freeze_is_text", {"ldt.freeze": "merger"}, ['ldt.freeze: found "merger", expected a list of names of parts']),
+    ("freeze_a_number", {"ldt.freeze": [1]}, ["ldt.freeze: found 1, expected a list of names of parts of the model"]),
     ("trace_is_text", {"ldt.trace": "trace"}, ['ldt.trace: found "trace", expected an object with named settings']),
     ("trace_without_path", {"ldt.trace": {"steps": [1, 2]}}, ["ldt.trace.path: found nothing"]),
     (

@@ -96,6 +96,7 @@ def test_every_ldt_setting_is_read() -> None:
         "timeout_s": 1.5,
         "allow_exposed_edge": True,
         "loss_reduction": "micro_batch",
+        "freeze": ["vision_encoder"],
         "trace": {"path": "trace", "steps": [3, 4]},
     }
     ldt = load_config({"train_batch_size": 8, "ldt": section}).ldt

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_ldt.control import (
+from ds_ldt.announcement import (
     ANNOUNCEMENT_SIZE,
     Announcement,
     Status,
@@ -22,7 +22,7 @@ from ds_ldt.control import (
     short_fingerprint,
 )
 from ds_ldt.errors import LinkError
-from ds_ldt.wire import MAX_DIMENSIONS, WIRE_DTYPES, TensorSignature
+from ds_ldt.wire import MAX_DIMENSIONS, WIRE_DTYPES, Signature, TensorSignature
 from tests.harness import GroupPool
 
 CASES = "tests.transport.control_cases"
@@ -46,8 +46,13 @@ steps = st.builds(
 )
 
 
-@given(steps, st.lists(signatures, min_size=1, max_size=40).map(tuple))
-def test_an_announcement_survives_the_wire(step: StepId, found: tuple[tuple[TensorSignature, ...], ...]) -> None:
+micro_batches = st.integers(1, 3).flatmap(
+    lambda boundaries: st.lists(st.tuples(*[signatures] * boundaries), min_size=1, max_size=40).map(tuple)
+)
+
+
+@given(steps, micro_batches)
+def test_an_announcement_survives_the_wire(step: StepId, found: tuple[tuple[Signature, ...], ...]) -> None:
     announcement = Announcement(step=replace(step, num_micro_batches=len(found)), signatures=found)
     message, overflow = encode(announcement)
     assert message.shape == (ANNOUNCEMENT_SIZE,)
@@ -63,7 +68,7 @@ def test_a_status_without_a_step_survives_the_wire(status: Status) -> None:
 
 
 def _micro_batches(count: int, *, distinct: int) -> Announcement:
-    found = tuple((TensorSignature(torch.bfloat16, (2, 10 + m % distinct, 64), True),) for m in range(count))
+    found = tuple(((TensorSignature(torch.bfloat16, (2, 10 + m % distinct, 64), True),),) for m in range(count))
     return Announcement(step=replace(STEP, num_micro_batches=count), signatures=found)
 
 
@@ -78,6 +83,12 @@ def test_many_distinct_micro_batches_go_into_one_overflow_message() -> None:
     assert overflow is not None
     assert decode_header(message, source=0).overflow_size == overflow.numel()
     assert decode(message, overflow, source=0) == announcement
+
+
+def test_micro_batches_that_are_announced_without_a_boundary_are_refused() -> None:
+    message, _ = encode(replace(_micro_batches(3, distinct=2), signatures=((), (), ())))
+    with pytest.raises(LinkError, match="3 micro-batches over 0 boundaries"):
+        decode(message, source=4)
 
 
 def test_the_overflow_message_has_to_be_the_announced_one() -> None:
@@ -95,7 +106,8 @@ def test_something_else_than_an_announcement_is_refused() -> None:
 
 @given(st.integers(1, 24), st.integers(-(2**63), 2**63 - 1))
 @example(5, 2**62)
-@example(8, 2**62)
+@example(7, 0)
+@example(9, 2**62)
 def test_a_made_up_number_never_does_more_than_a_link_error(place: int, number: int) -> None:
     message, _ = encode(_micro_batches(3, distinct=2))
     message[place] = number

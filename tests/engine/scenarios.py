@@ -135,12 +135,14 @@ def pad(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return inputs, torch.stack([target for _, target in samples])
 
 
-def shapes_after_stem(inputs: Tensor) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+def shapes_after_stem(inputs: Tensor, local: Any, boundary: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
     """What the head of S05 sends, said instead of traced."""
     return ((torch.float32, (*inputs.shape[:-1], WIDTH)),)
 
 
-def wrong_shapes_after_stem(inputs: Tensor) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+def wrong_shapes_after_stem(
+    inputs: Tensor, local: Any, boundary: int
+) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
     """One row more than the head will send."""
     return ((torch.float32, (inputs.shape[0] + 1, *inputs.shape[1:-1], WIDTH)),)
 

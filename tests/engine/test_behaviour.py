@@ -73,13 +73,13 @@ def test_S05_with_fixed_shapes_other_lengths_are_refused_before_any_compute(grou
 
 def test_a_model_may_say_the_shapes_of_its_head_instead_of_having_them_traced(groups: GroupPool) -> None:
     settings = config(SCENARIOS["S05"].matrix, num_micro_batches=3)
-    ranks = run(groups, 3, "train_scenario", "S05", settings, 2, {"head_shapes": shapes_after_stem})
+    ranks = run(groups, 3, "train_scenario", "S05", settings, 2, {"sent_shapes": shapes_after_stem})
     assert_parity(ranks, scenario_oracle("S05", settings, 2), "SGD")
 
 
 def test_outputs_of_other_shapes_than_announced_are_refused_before_they_are_sent(groups: GroupPool) -> None:
     settings = config(SCENARIOS["S05"].matrix, num_micro_batches=3)
-    options = {"head_shapes": wrong_shapes_after_stem}
+    options = {"sent_shapes": wrong_shapes_after_stem}
     edge, *cloud = run(groups, 3, "train_scenario", "S05", settings, 1, options, check=False)
     assert edge.is_a("LinkError")
     assert "was announced to the receiver" in edge.message

@@ -7,7 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from ds_ldt.control import Announcement, ControlLink, StepId, StepKind
+from ds_ldt.announcement import Announcement, StepId, StepKind
+from ds_ldt.control import ControlLink
 from ds_ldt.errors import LDTError
 from ds_ldt.transport import StreamGroups
 from ds_ldt.wire import DEFAULT_SCHEMA, TensorSignature, WireGuard, WireSchema, WireTensor
@@ -27,7 +28,7 @@ def _step(step: int, *, domain: int = 0, kind: StepKind = StepKind.TRAIN, count:
 def _announcement(step: StepId, *, distinct: bool) -> Announcement:
     lengths = [5 + (m if distinct else 0) + step.domain for m in range(step.num_micro_batches)]
     return Announcement(
-        step=step, signatures=tuple((TensorSignature(torch.float32, (1, length), True),) for length in lengths)
+        step=step, signatures=tuple(((TensorSignature(torch.float32, (1, length), True),),) for length in lengths)
     )
 
 
@@ -68,7 +69,7 @@ def silent_edge() -> str:
 def undeclared_announcement() -> str:
     """The edge wants to announce integers; then a dishonest one does."""
     link = _link()
-    integers = Announcement(step=_step(0, count=1), signatures=((TensorSignature(torch.int64, (3,), False),),))
+    integers = Announcement(step=_step(0, count=1), signatures=(((TensorSignature(torch.int64, (3,), False),),),))
     if dist.get_rank() == 1:
         return _error_of(link, _step(0, count=1))
     try:

@@ -1,0 +1,64 @@
+"""What pydantic finds wrong with the "ldt" section, in the words of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ds_ldt.errors import Absent, ConfigError, ConfigProblem
+from ds_ldt.spelling import unknown_key
+
+
+def translated(error: ValidationError, root: type[BaseModel]) -> Iterator[ConfigProblem]:
+    """Yield pydantic's findings in the form of this package, one per setting.
+
+    Args:
+        error: What pydantic raised.
+        root: The "ldt" section.
+    """
+    for finding in error.errors(include_url=False):
+        cause = finding.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            yield from cause.problems
+            continue
+        path = finding["loc"]
+        section, field_path = _field(path, root)
+        name = str(field_path[-1])
+        key = ".".join(map(str, ("ldt", *field_path)))
+        if name not in section.model_fields:
+            yield unknown_key(key, finding["input"], known=section.model_fields, owner="this section")
+            continue
+        field = section.model_fields[name]
+        yield ConfigProblem(
+            key=key,
+            found=Absent() if finding["type"] == "missing" else finding["input"],
+            expected=str(field.description),
+            fix=f'write e.g. "{name}": {_json_example(field.examples)}',
+        )
+
+
+def _field(path: tuple[int | str, ...], root: type[BaseModel]) -> tuple[type[BaseModel], tuple[int | str, ...]]:
+    """Return the section that a pydantic path leads into, and the path without what follows its field."""
+    section = root
+    for depth, name in enumerate(path):
+        inner = _section_of(section.model_fields[str(name)].annotation) if name in section.model_fields else None
+        if depth + 1 == len(path) or inner is None:
+            return section, path[: depth + 1]
+        section = inner
+    return section, path
+
+
+def _section_of(annotation: object) -> type[BaseModel] | None:
+    """Return the section that a field holds, also where it may be left out."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _json_example(examples: list[Any] | None) -> str:
+    example = (examples or [""])[0]
+    is_word = isinstance(example, str) and example.isidentifier() and example != "true"
+    return f'"{example}"' if is_word else str(example)
