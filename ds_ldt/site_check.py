@@ -287,9 +287,9 @@ def _open_store(where: Meeting) -> Store:
             ) from error
     # Another process on this machine listens at this port: if it is a check too, both learn that both are edges.
     with suppress(RuntimeError):
-        store = _store(where, listen=False)
-        if store.check([_ARRIVED]):
-            return store
+        store = _within(_GRACE_S, lambda: _store(where, listen=False), otherwise=_strange(where))
+        store.wait([_ARRIVED], timedelta(seconds=1))
+        return store
     raise ConfigError.of(
         "--master_port",
         found=where.master_port,
@@ -344,34 +344,45 @@ def _strange(where: Meeting) -> LinkError:
 
 def _measure(store: Store, where: Meeting) -> MeasuredLink:
     """Measure the link over gloo; the edge counts and tells the cloud."""
-    rank, timeout = int(where.site == "cloud"), timedelta(seconds=where.timeout_s)
+    timeout = timedelta(seconds=where.timeout_s)
+    _connect(store, where, timeout)
+    try:
+        if where.site == "edge":
+            measured = probe(Line(peer=1, timeout=timeout))
+            store.set(_MEASURED, measured.model_dump_json())
+            return measured
+        answer_probe(Line(peer=0, timeout=timeout))
+        store.wait([_MEASURED], timeout)
+        return MeasuredLink.model_validate_json(store.get(_MEASURED))
+    except RuntimeError as error:
+        raise LinkError(
+            "The sites agree, but the other one went away while the link was measured, or was silent for "
+            f"{where.timeout_s:g} s (--timeout_s). Fix: see what it says there, then run both anew. The cause: "
+            f"{_first_line(error)}"
+        ) from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _connect(store: Store, where: Meeting, timeout: timedelta) -> None:
     unreached = LinkError(
-        f"The sites have met at {where.place} and agree, but gloo cannot send between them within "
-        f"{where.timeout_s:g} s (--timeout_s). Fix: name with --interface (or GLOO_SOCKET_IFNAME, here "
+        f"The sites have met at {where.place} and agree, but gloo did not connect them within {where.timeout_s:g} s "
+        "(--timeout_s). Fix: name with --interface (or GLOO_SOCKET_IFNAME, here "
         f"{os.environ.get('GLOO_SOCKET_IFNAME') or 'not set'}) the interface that leads to the other site, on both "
         "sites, and let every TCP port through between them: gloo opens further ones."
     )
 
     def connect() -> None:
-        dist.init_process_group(
-            "gloo", store=PrefixStore(f"{_PREFIX}/gloo", store), rank=rank, world_size=2, timeout=timeout
-        )
+        rank, shared = int(where.site == "cloud"), PrefixStore(f"{_PREFIX}/gloo", store)
+        dist.init_process_group("gloo", store=shared, rank=rank, world_size=2, timeout=timeout)
 
     try:
         _within(where.timeout_s + _GRACE_S, connect, otherwise=unreached)
-        try:
-            line = Line(peer=1 - rank, timeout=timeout)
-            if where.site == "edge":
-                measured = probe(line)
-                store.set(_MEASURED, measured.model_dump_json())
-            else:
-                answer_probe(line)
-                store.wait([_MEASURED], timeout)
-                measured = MeasuredLink.model_validate_json(store.get(_MEASURED))
-        finally:
-            dist.destroy_process_group()
     except RuntimeError as error:
         if error is unreached:
             raise
-        raise LinkError(f"{unreached} The cause: {str(error).strip().splitlines()[0]}") from error
-    return measured
+        raise LinkError(f"{unreached} The cause: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -7,6 +7,7 @@ import io
 import os
 import time
 from typing import Any
+from unittest import mock
 
 from ds_ldt import cli
 
@@ -31,6 +32,15 @@ def command(config: str, arguments: list[str], changes: dict[int, list[str]]) ->
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = cli.main(["check", config, *site, *arguments, *further])
     return status, out.getvalue(), err.getvalue(), time.perf_counter() - started
+
+
+def cloud_goes_away_while_the_link_is_measured(config: str, port: int) -> tuple[int, str, str, float]:
+    """The cloud's part of the measuring fails once gloo has connected the sites."""
+    from ds_ldt import site_check
+
+    failing = mock.patch.object(site_check, "answer_probe", side_effect=RuntimeError("told to"))
+    with failing if os.environ["RANK"] == "1" else contextlib.nullcontext():
+        return command(config, ["--master_port", str(port), "--timeout_s", "20"], {})
 
 
 def other_version_in_the_cloud(config: str, port: int) -> Any:

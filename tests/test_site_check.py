@@ -107,6 +107,16 @@ def test_a_version_that_differs_is_named_on_both_sites(pair: GroupSession, confi
 
 
 @pytest.mark.distributed
+def test_a_site_that_goes_away_while_the_link_is_measured_is_missed_at_once(pair: GroupSession, config: str) -> None:
+    answers = pair.run(TARGETS + "cloud_goes_away_while_the_link_is_measured", config, free_port(), deadline_s=60)
+    for status, out, message, seconds in answers:
+        assert (status, out) == (1, "")
+        assert "the other one went away while the link was measured" in message
+        assert seconds < 15
+    assert "told to" in answers[1][2]
+
+
+@pytest.mark.distributed
 def test_both_sites_started_as_the_edge_are_told_so(pair: GroupSession, config: str) -> None:
     answers = check(pair, config, cloud=["--site", "edge"])
     for status, _, message, seconds in answers:
