@@ -14,6 +14,7 @@ from ds_ldt.config import JobConfig, load_config
 from ds_ldt.engine import LDTPipelineEngine
 from ds_ldt.errors import ConfigError
 from ds_ldt.module import LDTPipelineModule
+from ds_ldt.plan.hints import known_from_config, memory_warning
 
 
 def initialize(
@@ -90,6 +91,9 @@ def initialize(
     )
     if grid.global_rank == 0:
         logger.info(f"ds_ldt on {get_accelerator().device_name()}: {engine.describe()}")
+        warning = memory_warning(model.job, known_from_config(model.job, model.layout))
+        if warning is not None:
+            logger.warning(warning)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

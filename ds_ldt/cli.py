@@ -28,7 +28,7 @@ from ds_ldt.json_file import read_json
 from ds_ldt.layout import Layout, VirtualStage
 from ds_ldt.plan import PipelineShape, Timeline, build_plan
 from ds_ldt.plan.compare import differences
-from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from
+from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from, memory_warning
 from ds_ldt.plan.policies.depth import Limits
 from ds_ldt.plan.report import TO_CLOUD, TO_EDGE, Report, report_on
 from ds_ldt.plan.trace import read_trace
@@ -199,12 +199,9 @@ def _report(job: _Job) -> Report:
 
 def _plan(options: argparse.Namespace) -> str:
     job = _load(options)
-    schedule = job.config.ldt.schedule
-    if schedule.memory_gb is not None and job.known.activation_bytes is None:
-        sys.stderr.write(
-            "ds-ldt: ldt.schedule.memory_gb limits nothing here: the bytes of a micro-batch are not known. "
-            "Set ldt.schedule.layer_activation_mb, or name activation_bytes in the file of --costs.\n"
-        )
+    warning = memory_warning(job.config, job.known)
+    if warning is not None:
+        sys.stderr.write(f"ds-ldt: {warning}\n")
     report = _report(job)
     if options.json:
         return json.dumps(report.document()) + "\n"

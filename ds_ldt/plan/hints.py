@@ -173,6 +173,21 @@ def memory_limits(shape: PipelineShape, *, memory_gb: float, activation_bytes: M
     return tuple(limits)
 
 
+def memory_warning(job: JobConfig, known: Known) -> str | None:
+    """Return what to say where `ldt.schedule.memory_gb` is set and limits nothing; None where all is well.
+
+    Args:
+        job: The configuration.
+        known: What is known.
+    """
+    if job.ldt.schedule.memory_gb is None or known.activation_bytes is not None:
+        return None
+    return (
+        "ldt.schedule.memory_gb limits nothing here: the bytes of a micro-batch are not known. Set "
+        "ldt.schedule.layer_activation_mb (or, for ds-ldt plan, name activation_bytes in the file of --costs)."
+    )
+
+
 def limits_from(job: JobConfig, shape: PipelineShape, known: Known) -> Limits | None:
     """Return the most micro-batches of one domain in flight on each stage that a configuration allows.
 
