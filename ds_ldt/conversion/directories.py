@@ -10,7 +10,7 @@ from types import TracebackType
 
 from ds_ldt.errors import CheckpointError
 
-# Files beside the weights that say how to turn text into token ids, or how to generate. The edge's business only.
+# Files beside the weights that say how to turn text and images into numbers, or how to generate. For the edge only.
 EDGE_ONLY_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -22,6 +22,9 @@ EDGE_ONLY_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 
 

@@ -16,7 +16,7 @@ from ds_ldt.conversion.shards import DEFAULT_MAX_SHARD_SIZE, ShardWriter, parse_
 from ds_ldt.errors import CheckpointError
 from ds_ldt.models.family import ModelFamily
 from ds_ldt.models.hf_files import INDEX_FILE, raise_listing
-from ds_ldt.models.keys import EMBEDDING, KeyMap
+from ds_ldt.models.keys import KeyMap
 from ds_ldt.models.layer_files import LayerFiles, Site, layer_file_name, shape_problems, write_text
 from ds_ldt.models.registry import CONFIG_FILE, checked_config, family_of, read_hf_config
 
@@ -134,7 +134,7 @@ def _write_weights(
     for layer, files in sorted(holders.items()):
         state = files.read(layer)
         if layer not in shapes:
-            problems += _tied_copy_problems(files.paths[layer], state, holders[EMBEDDING])
+            problems += _tied_copy_problems(files.paths[layer], state, holders[keys.embedding].read(keys.embedding))
             continue
         problems += [f"{files.paths[layer]}: {problem}" for problem in shape_problems(shapes[layer], state)]
         for key, tensor in state.items():
@@ -145,10 +145,10 @@ def _write_weights(
     return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
-def _tied_copy_problems(path: Path, state: dict[str, Tensor], embedding: LayerFiles) -> list[str]:
+def _tied_copy_problems(path: Path, state: dict[str, Tensor], embedding: dict[str, Tensor]) -> list[str]:
     """A file of a tied output layer is superfluous; it must at least be a copy of the embedding."""
     weight = state.get("weight")
-    if state.keys() == {"weight"} and weight is not None and torch.equal(weight, embedding.read(EMBEDDING)["weight"]):
+    if state.keys() == {"weight"} and weight is not None and torch.equal(weight, embedding["weight"]):
         return []
     return [f"{path} differs from the embedding, although config.json says tie_word_embeddings: true"]
 

@@ -54,22 +54,22 @@ class AttentionMemo:
 
     def look_up(
         self, hidden: Tensor, position_ids: Tensor, padding_mask: Tensor | None, kind: str
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor], Tensor | None]:
         """Return what one decoder layer needs, building it if this micro-batch is not the last one seen.
 
         Args:
             hidden: (B, S, H); only its shape, dtype and device matter.
-            position_ids: (B, S), any integer dtype.
+            position_ids: (B, S), or what a subclass takes; any integer dtype.
             padding_mask: (B, S), true where a token is real; None if all are.
             kind: Which mask the layer wants: `full_attention` or `sliding_attention`.
 
         Returns:
-            Position ids (B, S) int64; rotary cos and sin, each (B, S, D) in the dtype of `hidden`; the mask as the
-            attention implementation wants it, None for plain causal attention.
+            `mask_positions` of the position ids, int64; rotary cos and sin, each (B, S, D) in the dtype of `hidden`;
+            the mask as the attention implementation wants it, None for plain causal attention.
         """
         key = (
-            _identity(position_ids),
-            _identity(padding_mask),
+            identity(position_ids),
+            identity(padding_mask),
             (hidden.dtype, hidden.device, *hidden.shape[:2]),
             torch.is_inference_mode_enabled(),
         )
@@ -81,7 +81,15 @@ class AttentionMemo:
             self.num_builds += 1
         if kind not in self._masks:
             self._masks[kind] = self._build_mask(hidden, padding_mask, kind)
-        return self._positions, self._rotary_tables, self._masks[kind]
+        return self.mask_positions(self._positions), self._rotary_tables, self._masks[kind]
+
+    def rotary_positions(self, position_ids: Tensor) -> Tensor:
+        """Return what the rotary module is given of the position ids."""
+        return position_ids
+
+    def mask_positions(self, position_ids: Tensor) -> Tensor | None:
+        """Return the positions (B, S) by which packed sequences are told apart, None if they are not to be."""
+        return position_ids
 
     @torch.no_grad()
     def _build_rotary(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,10 +101,10 @@ class AttentionMemo:
                 rotary = self._rotary = self._rotary_class(config=self._config)
         if hidden.is_meta:
             width = 2 * rotary.inv_freq.numel()
-            table = hidden.new_empty(*self._positions.shape, width)
+            table = hidden.new_empty(*hidden.shape[:2], width)
             return table, table
         rotary.to(device=hidden.device)
-        cos, sin = rotary(hidden, self._positions)
+        cos, sin = rotary(hidden, self.rotary_positions(self._positions))
         return cos, sin
 
     @torch.no_grad()
@@ -108,11 +116,11 @@ class AttentionMemo:
             inputs_embeds=hidden,
             attention_mask=padding_mask,
             cache=None,
-            position_ids=self._positions,
+            position_ids=self.mask_positions(self._positions),
         )
 
 
-def _identity(tensor: Tensor | None) -> tuple[object, ...] | None:
+def identity(tensor: Tensor | None) -> tuple[object, ...] | None:
     """Return what stays equal exactly as long as the tensor's values do, while its storage is alive."""
     if tensor is None:
         return None

@@ -37,15 +37,13 @@ def prepare_batch(batch: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
     Raises:
         ConfigError: The batch holds something that is not supported, or shapes disagree.
     """
-    fields = _fields(batch)
-    input_ids = _tensor("input_ids", fields.get("input_ids"))
-    if input_ids.ndim != 2:
-        raise _problem("input_ids", _shape(input_ids), "a tensor of shape (batch, sequence)", "collate into rows")
-    labels = _like(input_ids, "labels", fields.get("labels"))
-    mask = _like(input_ids, "attention_mask", fields.get("attention_mask"))
+    fields = fields_of(batch)
+    input_ids = input_ids_of(fields)
+    labels = like_ids(input_ids, "labels", fields)
+    mask = like_ids(input_ids, "attention_mask", fields)
     position_ids = _positions(input_ids, fields.get("position_ids"))
     inputs: tuple[Tensor, ...] = (input_ids.long(), position_ids)
-    if mask is not None and _mask_matters(mask.bool(), position_ids, fields.get("position_ids") is not None):
+    if mask is not None and mask_matters(mask.bool(), None if fields.get("position_ids") is None else position_ids):
         inputs = (*inputs, mask.bool())
     return inputs, None if labels is None else labels.long()
 
@@ -60,28 +58,38 @@ def count_target_tensor(labels: Tensor) -> Tensor:
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
-def _fields(batch: Any) -> dict[str, Any]:
-    """Return the batch as a dictionary of known fields."""
+def fields_of(batch: Any, *, used: tuple[str, ...] = _USED) -> dict[str, Any]:
+    """Return a batch as a dictionary of fields, all of them known.
+
+    Args:
+        batch: See `prepare_batch`.
+        used: The fields that are known.
+
+    Raises:
+        ConfigError: It has another form, or another field.
+    """
     if isinstance(batch, Mapping):
         fields = dict(batch)
     elif isinstance(batch, list | tuple) and len(batch) == 2:
         inputs, labels = batch
         fields = dict(inputs) if isinstance(inputs, Mapping) else _fields_of_tuple(inputs)
         if fields.setdefault("labels", labels) is not labels:
-            raise _problem("labels", Absent("two of them"), "labels once", "give them in the mapping or beside it")
+            raise batch_problem(
+                "labels", Absent("two of them"), "labels once", "give them in the mapping or beside it"
+            )
     else:
-        raise _problem(
+        raise batch_problem(
             None,
             Absent(type(batch).__name__),
             "a mapping with input_ids and labels, or a pair (inputs, labels)",
             "let the collate function return one of these",
         )
     for name in fields:
-        if name not in _USED and name not in _IGNORED:
-            raise _problem(
+        if name not in used and name not in _IGNORED:
+            raise batch_problem(
                 name,
                 Absent("a field that the pipeline has no use for"),
-                f"only {', '.join(_USED)}",
+                f"only {', '.join(used)}",
                 "drop it in the collate function",
             )
     return fields
@@ -91,7 +99,7 @@ def _fields_of_tuple(inputs: Any) -> dict[str, Any]:
     parts = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
     names = ("input_ids", "position_ids", "attention_mask")
     if not 1 <= len(parts) <= len(names):
-        raise _problem(None, Absent(f"{len(parts)} inputs"), f"at most {', '.join(names)}", "drop the others")
+        raise batch_problem(None, Absent(f"{len(parts)} inputs"), f"at most {', '.join(names)}", "drop the others")
     return dict(zip(names, parts, strict=False))
 
 
@@ -100,17 +108,24 @@ def _positions(input_ids: Tensor, given: Any) -> Tensor:
     rows, length = input_ids.shape
     if given is None:
         return torch.arange(length, dtype=torch.int32, device=input_ids.device).repeat(rows, 1)
-    positions = _tensor("position_ids", given)
+    positions = tensor_of("position_ids", given)
     if tuple(positions.shape) not in ((rows, length), (1, length)):
-        raise _problem("position_ids", _shape(positions), f"shape {(rows, length)}", "give one position per token")
+        raise batch_problem(
+            "position_ids", shape_of(positions), f"shape {(rows, length)}", "give one position per token"
+        )
     return positions.to(torch.int32).expand(rows, length).contiguous()
 
 
-def _mask_matters(mask: Tensor, position_ids: Tensor, positions_given: bool) -> bool:
-    """Tell whether leaving the mask out would change anything."""
+def mask_matters(mask: Tensor, given_positions: Tensor | None) -> bool:
+    """Tell whether leaving a padding mask (B, S) out would change anything.
+
+    Args:
+        mask: True where a token is real.
+        given_positions: Positions (B, S) by which packed sequences are told apart, None if the batch gave none.
+    """
     if not bool(mask.all()):
         return True
-    if not positions_given or bool((position_ids.diff(dim=1) == 1).all()):
+    if given_positions is None or bool((given_positions.diff(dim=1) == 1).all()):
         return False
     # transformers keeps packed sequences apart only where there is no attention_mask at all. Follow it, but say so.
     warnings.warn(
@@ -121,30 +136,43 @@ def _mask_matters(mask: Tensor, position_ids: Tensor, positions_given: bool) -> 
     return True
 
 
-def _like(input_ids: Tensor, name: str, value: Any) -> Tensor | None:
+def input_ids_of(fields: dict[str, Any]) -> Tensor:
+    """Return the token ids (B, S) of a batch, of whatever integer dtype."""
+    input_ids = tensor_of("input_ids", fields.get("input_ids"))
+    if input_ids.ndim != 2:
+        raise batch_problem(
+            "input_ids", shape_of(input_ids), "a tensor of shape (batch, sequence)", "collate into rows"
+        )
+    return input_ids
+
+
+def like_ids(input_ids: Tensor, name: str, fields: dict[str, Any]) -> Tensor | None:
     """Return an optional field, which must have the shape of the ids."""
-    if value is None:
+    if fields.get(name) is None:
         return None
-    tensor = _tensor(name, value)
+    tensor = tensor_of(name, fields[name])
     if tensor.shape != input_ids.shape:
-        raise _problem(
-            name, _shape(tensor), f"shape {tuple(input_ids.shape)}, that of input_ids", "give one per token"
+        raise batch_problem(
+            name, shape_of(tensor), f"shape {tuple(input_ids.shape)}, that of input_ids", "give one per token"
         )
     return tensor
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def tensor_of(name: str, value: Any) -> Tensor:
+    """Return a field that must be a tensor of integers or booleans."""
     if not isinstance(value, Tensor):
         found = Absent() if value is None else Absent(type(value).__name__)
-        raise _problem(name, found, "a tensor", "let the collate function add it")
+        raise batch_problem(name, found, "a tensor", "let the collate function add it")
     if value.is_floating_point() or value.is_complex():
-        raise _problem(name, Absent(f"dtype {value.dtype}"), "integers or booleans", "convert it when collating")
+        raise batch_problem(name, Absent(f"dtype {value.dtype}"), "integers or booleans", "convert it when collating")
     return value
 
 
-def _shape(tensor: Tensor) -> Absent:
+def shape_of(tensor: Tensor) -> Absent:
+    """Return the shape of a tensor as an error shows it."""
     return Absent(f"shape {tuple(tensor.shape)}")
 
 
-def _problem(name: str | None, found: object, expected: str, fix: str) -> ConfigError:
+def batch_problem(name: str | None, found: object, expected: str, fix: str) -> ConfigError:
+    """Return the error for something wrong with a field of a batch, or with the batch as a whole (None)."""
     return ConfigError.of(f"batch.{name}" if name else "batch", found=found, expected=expected, fix=fix)

@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from ds_ldt.models.attention import FULL, SLIDING
 from ds_ldt.models.causal_lm import DecoderMixin, FinalNormMixin
 from ds_ldt.models.family import ModelFamily
+from ds_ldt.models.qwen2_5_vl import QWEN2_5_VL
 
 
 class LlamaLayer(DecoderMixin, LlamaDecoderLayer):
@@ -52,7 +53,7 @@ def _always_full(config: Any) -> tuple[str, ...]:
     return (FULL,) * config.num_hidden_layers
 
 
-def _by_layer_types(config: Any) -> tuple[str, ...]:
+def by_layer_types(config: Any) -> tuple[str, ...]:
     """Qwen: `layer_types` says it layer by layer (the config derives it from `use_sliding_window`)."""
     return tuple(config.layer_types)
 
@@ -87,7 +88,7 @@ FAMILIES: dict[str, ModelFamily] = {
             decoder_class=Qwen2Layer,
             norm_class=Qwen2FinalRMSNorm,
             rotary_class=Qwen2RotaryEmbedding,
-            mask_kinds=_by_layer_types,
+            mask_kinds=by_layer_types,
         ),
         ModelFamily(
             name="qwen3",
@@ -95,7 +96,8 @@ FAMILIES: dict[str, ModelFamily] = {
             decoder_class=Qwen3Layer,
             norm_class=Qwen3FinalRMSNorm,
             rotary_class=Qwen3RotaryEmbedding,
-            mask_kinds=_by_layer_types,
+            mask_kinds=by_layer_types,
         ),
+        QWEN2_5_VL,
     )
 }

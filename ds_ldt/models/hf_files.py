@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_ldt.errors import CheckpointError
-from ds_ldt.models.keys import EMBEDDING, TIED_HEAD_KEY, KeyMap, is_recomputed
+from ds_ldt.models.keys import TIED_HEAD_KEY, KeyMap, is_recomputed
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,6 +43,7 @@ class HFWeights:
         self._open: dict[str, Any] = {}
         self._names: dict[str, frozenset[str]] = {}
         self.files = self._list_files()
+        self._places = self._locate()
 
     def get(self, layer: int, key: str) -> Tensor:
         """Read one weight of a pipeline layer.
@@ -50,12 +51,11 @@ class HFWeights:
         Raises:
             CheckpointError: It is missing or cannot be read.
         """
-        return self._get(self.keys.hf_key(layer, key))
+        return self._get(self._hf_key(layer, key))
 
     def layer(self, layer: int) -> dict[str, Tensor]:
         """Read all weights of a pipeline layer: key within the layer -> tensor, dtype as stored."""
-        found = (self.keys.locate(hf_key) for hf_key in self.files)
-        return {key: self.get(layer, key) for at, key in filter(None, found) if at == layer and not is_recomputed(key)}
+        return {key: self.get(at, key) for at, key in self._places if at == layer and not is_recomputed(key)}
 
     def check(self, expected: Shapes) -> None:
         """Compare keys and shapes with those of the model, for the pipeline layers in `expected`.
@@ -69,11 +69,26 @@ class HFWeights:
         ]
         problems += [self._surplus(hf_key, expected) for hf_key in sorted(self.files)]
         raise_listing(f"{self.directory} does not fit the model of its config.json", problems)
-        if EMBEDDING in expected:
+        if self.keys.embedding in expected:
             self._check_tied_copy()
 
+    def _hf_key(self, layer: int, key: str) -> str:
+        """Return what the directory calls a weight: a family may know several names of it."""
+        return self._places.get((layer, key)) or self.keys.hf_key(layer, key)
+
+    def _locate(self) -> dict[tuple[int, str], str]:
+        """Return where each weight of the model is found: (pipeline layer, key within it) -> its name here."""
+        places: dict[tuple[int, str], str] = {}
+        twice: list[str] = []
+        for hf_key in sorted(self.files):
+            place = self.keys.locate(hf_key)
+            if place is not None and places.setdefault(place, hf_key) != hf_key:
+                twice.append(f"{places[place]} and {hf_key} are the same weight")
+        raise_listing(f"{self.directory} holds weights twice", twice)
+        return places
+
     def _problem_of(self, layer: int, key: str, shape: tuple[int, ...]) -> str | None:
-        hf_key = self.keys.hf_key(layer, key)
+        hf_key = self._hf_key(layer, key)
         if hf_key not in self.files:
             hint = " (set tie_word_embeddings if the embedding serves as output layer)" * (hf_key == TIED_HEAD_KEY)
             return f"missing: {hf_key}{hint}"
@@ -92,7 +107,7 @@ class HFWeights:
         """A tied output layer may be on disk as well, but only as a copy of the embedding."""
         if not self.keys.tied or TIED_HEAD_KEY not in self.files:
             return
-        if not torch.equal(self._get(TIED_HEAD_KEY), self.get(EMBEDDING, "weight")):
+        if not torch.equal(self._get(TIED_HEAD_KEY), self.get(self.keys.embedding, "weight")):
             raise CheckpointError(
                 f"{self.directory / self.files[TIED_HEAD_KEY]}: {TIED_HEAD_KEY} differs from the embedding, although "
                 "config.json says tie_word_embeddings: true. Fix: set it to false if the output layer "

@@ -39,6 +39,11 @@ class KeyMap:
     tied: bool
 
     @property
+    def embedding(self) -> int:
+        """Pipeline index of the text embedding."""
+        return EMBEDDING
+
+    @property
     def num_layers(self) -> int:
         """Number of pipeline layers, N + 3."""
         return self.num_decoder_layers + NUM_LEADING + NUM_TRAILING

@@ -16,11 +16,11 @@ from transformers.initialization import no_init_weights
 from ds_ldt.config import ConfigSource, JobConfig, load_config
 from ds_ldt.errors import CheckpointError
 from ds_ldt.launch import prepare_environment
-from ds_ldt.models.batch import count_targets, prepare_batch
+from ds_ldt.layout import Layout
+from ds_ldt.models.batch import count_targets
 from ds_ldt.models.causal_lm import causal_lm_loss
 from ds_ldt.models.family import ModelFamily
 from ds_ldt.models.hf_files import HFWeights
-from ds_ldt.models.keys import NUM_LEADING, NUM_TRAILING
 from ds_ldt.models.layer_files import MANIFEST_FILE, LayerFiles, Site, shape_problems
 from ds_ldt.models.registry import checked_config, family_of, layout_of, read_hf_config
 from ds_ldt.topology import RankMap
@@ -84,6 +84,7 @@ def from_pretrained(
         source = read_hf_config(directory)
     model_config = checked_config(source, attn_implementation=attn_implementation)
     family = family_of(model_config)
+    layout = layout_of(job.ldt.pipeline_num_layers, model_config, allow_exposed_edge=job.ldt.allow_exposed_edge)
     weights = _open_weights(directory, family, model_config) if directory and load_weights else None
     if isinstance(weights, LayerFiles):
         check_holds(weights, layers_of(job, model_config, rank_map.coord(environment.rank).stage))
@@ -92,13 +93,7 @@ def from_pretrained(
         module = LDTPipelineModule(
             family.layers(model_config),
             config=job,
-            loss_fn=causal_lm_loss,
-            wire=family.wire_schema(),
-            num_leading=NUM_LEADING,
-            num_trailing=NUM_TRAILING,
-            batch_fn=prepare_batch,
-            count_targets=count_targets,
-            loss_reduction="token",
+            **pipeline_options(family, model_config, layout),
             base_seed=seed,
             **module_options,
         )
@@ -107,6 +102,30 @@ def from_pretrained(
     else:
         load_layers(module.owned_layers(), weights)
     return module
+
+
+def pipeline_options(family: ModelFamily, config: PreTrainedConfig, layout: Layout) -> dict[str, Any]:
+    """Return what `LDTPipelineModule` has to know of a model beside its layers.
+
+    Args:
+        family: The family of the model.
+        config: The checked config of the model.
+        layout: The layout of its layers.
+    """
+    depths = family.depths(config)
+    return {
+        "loss_fn": causal_lm_loss,
+        "wire": family.wire_schema(layout),
+        "num_leading": family.num_leading,
+        "num_between": family.num_between,
+        "num_trailing": family.num_trailing,
+        "depths": depths if isinstance(depths, dict) else None,
+        "local_layers": family.local_layers(config),
+        "parts": family.parts(config),
+        "batch_fn": family.batches(config),
+        "count_targets": count_targets,
+        "loss_reduction": "token",
+    }
 
 
 def load_layers(owned: Mapping[int, nn.Module], weights: HFWeights | LayerFiles) -> None:
@@ -148,7 +167,7 @@ def initialize_layers(
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed + index)
             for submodule in fresh.modules():
-                initialize(submodule)
+                initialize(index, submodule)
         layer.load_state_dict(fresh.state_dict())
 
 

@@ -16,8 +16,7 @@ from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.layout import Layout
 from ds_ldt.models.attention import MASK_FUNCTIONS
 from ds_ldt.models.families import FAMILIES
-from ds_ldt.models.family import ModelFamily
-from ds_ldt.models.keys import NUM_LEADING, NUM_TRAILING
+from ds_ldt.models.family import ModelFamily, model_problem
 
 CONFIG_FILE = "config.json"
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
@@ -84,7 +83,7 @@ def checked_config(config: PreTrainedConfig, *, attn_implementation: str | None 
         raise ConfigError.from_problems(problems, where=f"the {family.name} model config")
     # Left at None, transformers builds no mask at all: packed sequences would silently see each other.
     config._attn_implementation = attn_implementation or config._attn_implementation or ATTENTION_IMPLEMENTATIONS[0]
-    config.use_cache = False
+    config.get_text_config().use_cache = False
     return config
 
 
@@ -112,14 +111,18 @@ def build_layers(config: PreTrainedConfig, *, attn_implementation: str | None = 
 def layout_of(matrix: Any, config: PreTrainedConfig, *, allow_exposed_edge: bool) -> Layout:
     """Return the layout of a model of transformers: embedding in the head, norm and output layer in the tail.
 
+    Merger and text embedding of a model with a vision encoder are on the edge, between its two parts.
+
     Raises:
         ConfigError: The matrix is malformed or does not fit the model, or leaves the edge exposed.
     """
+    family = family_of(config)
     return Layout.build(
         matrix,
-        num_layers=config.num_hidden_layers,
-        num_leading=NUM_LEADING,
-        num_trailing=NUM_TRAILING,
+        num_layers=family.depths(config),
+        num_leading=family.num_leading,
+        num_between=family.num_between,
+        num_trailing=family.num_trailing,
         allow_exposed_edge=allow_exposed_edge,
     )
 
@@ -128,19 +131,21 @@ def _problems(config: PreTrainedConfig, family: ModelFamily, attention: str | No
     architecture = family.model_class.__name__
     named = getattr(config, "architectures", None)
     if named and architecture not in named:
-        yield _problem("architectures", named, f'["{architecture}"]', "choose the causal language model")
+        yield model_problem("architectures", named, f'["{architecture}"]', "choose the causal language model")
     if getattr(config, "quantization_config", None) is not None:
-        yield _problem("quantization_config", Absent("a quantised model"), "none", "use the unquantised weights")
+        yield model_problem("quantization_config", Absent("a quantised model"), "none", "use the unquantised weights")
     if getattr(config, "is_causal", None) is False:
-        yield _problem("is_causal", False, "true", "a split model is trained causally only; remove the key")
+        yield model_problem("is_causal", False, "true", "a split model is trained causally only; remove the key")
     wanted = attention or config._attn_implementation
     if wanted is not None and wanted not in ATTENTION_IMPLEMENTATIONS:
         allowed = " or ".join(ATTENTION_IMPLEMENTATIONS)
-        yield _problem("attn_implementation", wanted, allowed, "leave it out to get sdpa")
-    if config.num_hidden_layers < 1:
-        yield _problem("num_hidden_layers", config.num_hidden_layers, "at least 1", "correct config.json")
-    yield from _rope_problems(config)
-    yield from _mask_problems(config, family)
+        yield model_problem("attn_implementation", wanted, allowed, "leave it out to get sdpa")
+    text = config.get_text_config()
+    if text.num_hidden_layers < 1:
+        yield model_problem("num_hidden_layers", text.num_hidden_layers, "at least 1", "correct config.json")
+    yield from _rope_problems(text)
+    yield from _mask_problems(text, family)
+    yield from family.problems(config)
 
 
 def _rope_problems(config: PreTrainedConfig) -> Iterator[ConfigProblem]:
@@ -149,24 +154,22 @@ def _rope_problems(config: PreTrainedConfig) -> Iterator[ConfigProblem]:
     rope_type = parameters.get("rope_type")
     if rope_type not in known:
         found = Absent() if rope_type is None else rope_type
-        yield _problem("rope_parameters.rope_type", found, f"one of {', '.join(known)}", "correct config.json")
+        yield model_problem("rope_parameters.rope_type", found, f"one of {', '.join(known)}", "correct config.json")
 
 
 def _mask_problems(config: PreTrainedConfig, family: ModelFamily) -> Iterator[ConfigProblem]:
     kinds = family.mask_kinds(config)
     unknown = sorted(set(kinds) - MASK_FUNCTIONS.keys())
     if unknown:
-        yield _problem("layer_types", unknown, " or ".join(MASK_FUNCTIONS), "use a model with these attentions only")
+        yield model_problem(
+            "layer_types", unknown, " or ".join(MASK_FUNCTIONS), "use a model with these attentions only"
+        )
     if len(kinds) != config.num_hidden_layers:
-        yield _problem(
+        yield model_problem(
             "layer_types",
             Absent(f"{len(kinds)} entries"),
             f"{config.num_hidden_layers}, one per decoder layer",
             "correct config.json",
         )
     if "sliding_attention" in kinds and not config.sliding_window:
-        yield _problem("sliding_window", config.sliding_window, "a window in tokens", "correct config.json")
-
-
-def _problem(key: str, found: object, expected: str, fix: str) -> ConfigProblem:
-    return ConfigProblem(key=f"model.{key}", found=found, expected=expected, fix=fix)
+        yield model_problem("sliding_window", config.sliding_window, "a window in tokens", "correct config.json")

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_ldt.models import build_layers, family_of, prepare_batch
 from ds_ldt.models.attention import AttentionMemo
+from ds_ldt.models.registry import layout_of
 from ds_ldt.wire import TensorSignature
 from tests.models.tiny import FAMILY_NAMES, LENGTH, ROWS, Sequence, batch_of, tiny_config, tiny_model
 
@@ -40,7 +41,8 @@ def test_S42_tied_embedding_is_one_tensor(family: str) -> None:
 
 
 def test_what_crosses_a_boundary_fits_the_wire_schema(layers: Sequence) -> None:
-    schema = family_of(tiny_config("qwen2")).wire_schema()
+    config = tiny_config("qwen2")
+    schema = family_of(config).wire_schema(layout_of([[1, 1], [1, 0]], config, allow_exposed_edge=False))
     assert schema.uniform
     for kind, count in (("plain", 2), ("packed", 2), ("left", 3)):
         values, _ = prepare_batch(batch_of(kind))

@@ -90,7 +90,11 @@ def test_module_gets_what_the_family_says(on: Any, saved: Path) -> None:
     assert module.options == {
         "loss_fn": causal_lm_loss,
         "num_leading": 1,
+        "num_between": 0,
         "num_trailing": 2,
+        "depths": None,
+        "local_layers": (),
+        "parts": {"embedding": (0,), "text_decoder": (1, 2, 3, 4), "head": (5, 6)},
         "batch_fn": prepare_batch,
         "count_targets": count_targets,
         "loss_reduction": "token",

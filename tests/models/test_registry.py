@@ -49,7 +49,7 @@ def test_all_problems_of_a_config_are_listed_at_once() -> None:
 
 
 def test_unknown_architecture_names_the_supported_ones() -> None:
-    with pytest.raises(ConfigError, match=r'found "gpt2", expected one of llama, mistral, qwen2, qwen3'):
+    with pytest.raises(ConfigError, match=r'found "gpt2", expected one of llama, mistral, qwen2, qwen2_5_vl, qwen3'):
         family_of(GPT2Config())
 
 

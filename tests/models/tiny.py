@@ -11,7 +11,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from ds_ldt.models import build_layers, causal_lm_loss, family_of, prepare_batch
+from ds_ldt.models import build_layers, causal_lm_loss, family_of
 
 FAMILY_NAMES = ("llama", "mistral", "qwen2", "qwen3")
 VOCABULARY = 61
@@ -86,32 +86,34 @@ class Sequence:
     def __init__(self, config: PreTrainedConfig, **options: Any) -> None:
         self.specs = build_layers(config, **options)
         self.keys = family_of(config).key_map(config)
+        self.local_layers = family_of(config).local_layers(config)
+        self.read = family_of(config).batches(config)
         self.modules: dict[int, nn.Module] = {}
         self.funcs: list[Callable[[Any], Any]] = []
         for index, spec in enumerate(self.specs):
             if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
-                self.funcs.append(partial(spec.forward_fn, self.modules[0]))
+                self.funcs.append(partial(spec.forward_fn, self.modules[self.keys.embedding]))
             else:
                 self.modules[index] = spec.build()
                 self.funcs.append(self.modules[index])
 
     def load(self, model: PreTrainedModel) -> Sequence:
         """Take over the weights of a model of transformers."""
-        weights = model.state_dict()
+        weights = {self.keys.locate(name): tensor for name, tensor in model.state_dict().items()}
         for index, module in self.modules.items():
-            module.load_state_dict({key: weights[self.keys.hf_key(index, key)] for key in module.state_dict()})
+            module.load_state_dict({key: weights[index, key] for key in module.state_dict()})
         return self
 
     def logits(self, batch: Any) -> Tensor:
         """Run all layers on a batch."""
-        values, _ = prepare_batch(batch)
-        for func in self.funcs:
-            values = func(values)
+        values, _, *local = self.read(batch)
+        for index, func in enumerate(self.funcs):
+            values = func(values, *local) if index in self.local_layers else func(values)
         return values
 
     def loss(self, batch: Any) -> Tensor:
         """Run all layers on a batch and compute the loss."""
-        return causal_lm_loss(self.logits(batch), prepare_batch(batch)[1])
+        return causal_lm_loss(self.logits(batch), self.read(batch)[1])
 
     def named(self, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
         """What `of` returns of each parameter, under transformers' names."""

@@ -1,0 +1,195 @@
+"""Edge-side collation of conversations about images, in the form that LLaVA's data sets have.
+
+    {"image": "cat.png", "conversations": [{"from": "human", "value": "<image>What is this?"},
+                                           {"from": "gpt", "value": "A cat."}]}
+
+`image` may be a list, or absent; `<image>` stands where an image belongs, in the turns of the human only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen2_5_VLProcessor
+from transformers.image_utils import load_image
+
+from ds_ldt.errors import Absent, ConfigError
+from ds_ldt.models.batch import IGNORE_INDEX
+
+IMAGE_MARK = "<image>"
+
+_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+_LABEL_ROLE = "assistant"
+
+
+class ImageTextProcessor(Qwen2_5_VLProcessor):
+    """The processor of transformers without its video part, which alone would need torchvision.
+
+    `ImageTextProcessor.from_pretrained(directory)` reads what is published with a model.
+
+    Args:
+        image_processor: Turns images into patches.
+        tokenizer: A fast tokenizer.
+        chat_template: Jinja template; by default that of the tokenizer.
+    """
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rendered:
+    """A conversation as text, the spans (start, end) of it that the assistant says, and its images."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    images: list[Any]
+
+
+class ConversationCollator:
+    """A collate function: conversations about images become a batch. Use it on the edge.
+
+    A label is a token that the assistant says, or the token that ends its turn; everything else is -100.
+
+    Args:
+        processor: `ImageTextProcessor` or `Qwen2_5_VLProcessor`, with a fast tokenizer and a chat template. Its
+            tokenizer's `padding_side` decides where rows are padded.
+        image_folder: Where image paths of samples start; they may not lead out of it. None: samples bring images
+            themselves (PIL images or arrays (height, width, 3) uint8), and paths are refused.
+    """
+
+    def __init__(self, processor: Qwen2_5_VLProcessor, *, image_folder: str | Path | None = None) -> None:
+        if getattr(processor, "chat_template", None) is None:
+            raise _problem(
+                "processor.chat_template", Absent(), "a chat template", "load the processor of a chat model"
+            )
+        if not processor.tokenizer.is_fast:
+            raise _problem(
+                "processor.tokenizer", Absent("a slow one"), "a fast tokenizer", "load it with use_fast=True"
+            )
+        self._processor = processor
+        self._folder = None if image_folder is None else Path(image_folder).resolve()
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Collate samples.
+
+        Returns:
+            `input_ids`, `attention_mask`, `mm_token_type_ids` and `labels`, each (B, S) int64; with images in any
+            sample also `pixel_values` (N, X) float32 and `image_grid_thw` (images, 3) int64.
+
+        Raises:
+            ConfigError: A sample is malformed, or its images do not fit its text.
+        """
+        rendered = [self._render(sample) for sample in samples]
+        images = [image for one in rendered for image in one.images]
+        encoded = self._processor(
+            text=[one.text for one in rendered],
+            images=images or None,
+            padding=True,
+            return_tensors="pt",
+            return_offsets_mapping=True,
+            return_text_replacement_offsets=True,
+        )
+        offsets, replaced = encoded.pop("offset_mapping"), encoded.pop("text_replacement_offsets")
+        labels = torch.full_like(encoded["input_ids"], IGNORE_INDEX)
+        for row, one in enumerate(rendered):
+            for start, end in _shifted(one.spans, replaced[row]):
+                said = (
+                    (offsets[row, :, 0] < end) & (offsets[row, :, 1] > start) & encoded["attention_mask"][row].bool()
+                )
+                labels[row, said] = encoded["input_ids"][row, said]
+        return {**encoded, "labels": labels}
+
+    def _render(self, sample: Mapping[str, Any]) -> _Rendered:
+        messages = _messages(sample)
+        images = self._images(sample)
+        marks = sum(part["type"] == "image" for message in messages for part in message["content"])
+        text = self._template(messages)
+        if marks != len(images) or text.count(self._processor.image_token) != marks:
+            found = Absent(f"{len(images)} images and {text.count(self._processor.image_token)} places for them")
+            raise _problem("image", found, f"as many images as times {IMAGE_MARK} in the text", "correct the sample")
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] == _LABEL_ROLE:
+                prompt = self._template(messages[:number], add_generation_prompt=True)
+                with_answer = self._template(messages[: number + 1])
+                if not (with_answer.startswith(prompt) and text.startswith(with_answer)):
+                    expected = "a chat template that renders the start of a conversation as the start of its text"
+                    raise _problem("processor.chat_template", Absent("another one"), expected, "change the template")
+                # the line break that templates put behind a turn is not something the model says
+                spans.append((len(prompt), len(with_answer.rstrip())))
+        return _Rendered(text=text, spans=spans, images=images)
+
+    def _template(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        text: str = self._processor.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return text
+
+    def _images(self, sample: Mapping[str, Any]) -> list[Any]:
+        given = sample.get("image")
+        if given is None:
+            return []
+        return [self._image(image) for image in (given if isinstance(given, list | tuple) else [given])]
+
+    def _image(self, image: Any) -> Any:
+        if not isinstance(image, str | Path):
+            return image
+        if self._folder is None:
+            raise _problem("image", Absent("a path"), "image_folder=, in which it is", "name the folder")
+        path = (self._folder / image).resolve()
+        if not path.is_relative_to(self._folder) or not path.is_file():
+            raise _problem("image", str(image), f"a file in {self._folder}", "correct the sample or the folder")
+        return load_image(str(path))
+
+
+def _messages(sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a conversation as chat templates of transformers take it."""
+    turns = sample.get("conversations")
+    if not isinstance(turns, list | tuple) or not turns:
+        found = Absent() if turns is None else Absent(type(turns).__name__)
+        raise _problem("conversations", found, 'a list of {"from": ..., "value": ...}', "correct the sample")
+    messages = []
+    for number, turn in enumerate(turns):
+        role = _ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
+        if role is None or not isinstance(turn.get("value"), str):
+            expected = f"from: one of {', '.join(_ROLES)}; value: a text"
+            raise _problem(f"conversations[{number}]", Absent("another form"), expected, "correct the sample")
+        if role != "user" and IMAGE_MARK in turn["value"]:
+            expected = f"{IMAGE_MARK} in the turns of the human only"
+            raise _problem(
+                f"conversations[{number}]", Absent(f"{IMAGE_MARK} in a turn of {role}"), expected, "move it"
+            )
+        messages.append({"role": role, "content": _content(turn["value"])})
+    return messages
+
+
+def _content(value: str) -> list[dict[str, str]]:
+    """Split a turn at its image marks. The line breaks that data sets put around a mark go with it."""
+    content: list[dict[str, str]] = []
+    for part in re.split(rf"\n?({re.escape(IMAGE_MARK)})\n?", value):
+        if part == IMAGE_MARK:
+            content.append({"type": "image"})
+        elif part:
+            content.append({"type": "text", "text": part})
+    return content
+
+
+def _shifted(spans: list[tuple[int, int]], replaced: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Move spans of a text to where they are after its image placeholders were expanded."""
+    gains = [(one["span"][1], one["new_span"][1] - one["span"][1]) for one in replaced]
+
+    def moved(position: int) -> int:
+        return position + max((gain for end, gain in gains if end <= position), default=0)
+
+    return [(moved(start), moved(end)) for start, end in spans]
+
+
+def _problem(name: str, found: object, expected: str, fix: str) -> ConfigError:
+    return ConfigError.of(f"sample.{name}" if "." not in name else name, found=found, expected=expected, fix=fix)

@@ -1,0 +1,141 @@
+"""Conversations about images become batches in which only what the assistant says is a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ds_ldt.errors import ConfigError
+from ds_ldt.models import checked_config, count_targets
+from ds_ldt.models.conversations import ConversationCollator, ImageTextProcessor
+from ds_ldt.models.qwen2_5_vl import VisionBatches
+from tests.models.tiny_vl import tiny_processor, tiny_vl_config
+
+
+@pytest.fixture(scope="module")
+def processor() -> ImageTextProcessor:
+    return tiny_processor()
+
+
+def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def sample(image: Any, *turns: str) -> dict[str, Any]:
+    speakers = ("human", "gpt")
+    conversations = [{"from": speakers[n % 2], "value": value} for n, value in enumerate(turns)]
+    return {"conversations": conversations} if image is None else {"image": image, "conversations": conversations}
+
+
+ONE = sample(picture(16, 24), "<image>\nWhat is it?", "A cat.", "And what colour?", "Red <|im|>, I think.\n\nYes.")
+NONE = sample(None, "Hello", "Hi.")
+TWO = sample([picture(16, 16, 1), picture(40, 24, 2)], "Compare <image> with\n<image>", "Same.")
+
+
+def spoken(processor: ImageTextProcessor, batch: dict[str, torch.Tensor]) -> list[str]:
+    """The targets of each row as text."""
+    tokenizer = processor.tokenizer
+    return [tokenizer.decode(row[row != -100]) for row in batch["labels"]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_targets_are_what_the_assistant_says_and_the_end_of_its_turn(side: str) -> None:
+    processor = tiny_processor()
+    processor.tokenizer.padding_side = side
+    batch = ConversationCollator(processor)([ONE, NONE, TWO])
+    assert spoken(processor, batch) == [
+        "A cat.<|im_end|>Red <|im|>, I think.\n\nYes.<|im_end|>",
+        "Hi.<|im_end|>",
+        "Same.<|im_end|>",
+    ]
+    targets = batch["labels"] != -100
+    assert torch.equal(batch["labels"][targets], batch["input_ids"][targets])
+    assert bool(batch["attention_mask"][targets].all())
+    assert bool(batch["attention_mask"][:, 0 if side == "right" else -1].all())
+
+
+def test_ids_are_those_of_the_processor(processor: ImageTextProcessor) -> None:
+    batch = ConversationCollator(processor)([TWO])
+    text = (
+        "<|im_start|>system\nYou see.<|im_end|>\n<|im_start|>user\n"
+        "Compare <|vision_start|><|image_pad|><|vision_end|> with<|vision_start|><|image_pad|><|vision_end|>"
+        "<|im_end|>\n<|im_start|>assistant\nSame.<|im_end|>\n"
+    )
+    wanted = processor(text=[text], images=TWO["image"], return_tensors="pt")
+    for name in ("input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw"):
+        assert torch.equal(batch[name], wanted[name]), name
+    assert batch["image_grid_thw"].tolist() == [[1, 4, 4], [1, 10, 6]]
+
+
+def test_batch_is_one_that_the_model_takes(processor: ImageTextProcessor) -> None:
+    config = tiny_vl_config(image_token_id=processor.image_token_id, video_token_id=processor.video_token_id)
+    read, collate = VisionBatches(checked_config(config)), ConversationCollator(processor)
+    (pixels, grids), labels, (ids, _, mask) = read(collate([ONE, NONE, TWO]))
+    assert (len(grids), len(pixels)) == (3, 24 + 16 + 60)
+    assert ids.shape == mask.shape == labels.shape
+    assert count_targets(labels) > 20
+    assert read(collate([NONE]))[0][1].tolist() == [[1, 2, 2]]
+
+
+def test_paths_are_read_within_the_folder(processor: ImageTextProcessor, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for place in ("images/a.png", "outside.png"):
+        picture(16, 24).save(tmp_path / place)
+    collate = ConversationCollator(processor, image_folder=tmp_path / "images")
+    found = collate([sample("a.png", "<image>What?", "That.")])
+    wanted = collate([sample(picture(16, 24), "<image>What?", "That.")])
+    assert torch.equal(found["pixel_values"], wanted["pixel_values"])
+    for path in ("../outside.png", "none.png", str(tmp_path / "outside.png"), "."):
+        with pytest.raises(ConfigError, match=r"sample\.image: found .* expected a file in"):
+            collate([sample(path, "<image>What?", "That.")])
+    with pytest.raises(ConfigError, match="found a path, expected image_folder="):
+        ConversationCollator(processor)([sample("a.png", "<image>What?", "That.")])
+
+
+CAT = picture(16, 24)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no conversation": ({"image": CAT}, "sample.conversations"),
+    "unknown speaker": ({"conversations": [{"from": "cat", "value": "x"}]}, "sample.conversations[0]"),
+    "no text": ({"conversations": [{"from": "human", "value": 3}]}, "sample.conversations[0]"),
+    "no mark": (sample(CAT, "What?", "That."), "found 1 images and 0 places"),
+    "no image": (sample(None, "<image>What?", "That."), "found 0 images and 1 places"),
+    "placeholder as text": (sample(CAT, "<image> or <|image_pad|>?", "That."), "found 1 images and 2 places"),
+    "answer with a mark": (sample(CAT, "What?", "<image>"), "<image> in the turns of the human only"),
+}
+
+
+@pytest.mark.parametrize("wrong, fragment", WRONG.values(), ids=WRONG)
+def test_malformed_sample_is_refused_by_name(
+    processor: ImageTextProcessor, wrong: dict[str, Any], fragment: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ConversationCollator(processor)([ONE, wrong])
+    assert fragment in str(raised.value)
+
+
+def test_template_that_rewrites_the_past_is_refused() -> None:
+    processor = tiny_processor()
+    processor.chat_template = "{{ messages | length }}:" + processor.chat_template
+    with pytest.raises(ConfigError, match=r"processor\.chat_template.*start of a conversation"):
+        ConversationCollator(processor)([ONE])
+
+
+def test_processor_without_a_chat_template_is_refused() -> None:
+    processor = tiny_processor()
+    processor.chat_template = None
+    with pytest.raises(ConfigError, match=r"processor\.chat_template"):
+        ConversationCollator(processor)
+
+
+def test_processor_is_read_from_a_directory_without_a_video_part(
+    processor: ImageTextProcessor, tmp_path: Path
+) -> None:
+    processor.save_pretrained(tmp_path)
+    again = ImageTextProcessor.from_pretrained(tmp_path)
+    found, wanted = (ConversationCollator(one)([ONE]) for one in (again, processor))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
