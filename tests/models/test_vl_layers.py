@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_ldt.layout import Layout
-from ds_ldt.models import build_layers, checked_config, family_of
+from ds_ldt.models import build_layers, checked_config, family_of, read_hf_config
+from ds_ldt.models.pretrained import initialize_layers
 from ds_ldt.models.registry import layout_of
 from ds_ldt.wire import TensorSignature
 from tests.models.tiny import Sequence, tiny_model
@@ -122,6 +126,81 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     assert torch.equal(layers.logits(changed)[:, 3:], layers.logits(batch)[:, 3:])
     apart = {"input_ids": changed["input_ids"], "position_ids": batch["position_ids"][1:]}
     assert not torch.allclose(layers.logits(apart)[:, 3:], layers.logits(batch)[:, 3:], atol=1e-4)
+
+
+def test_bfloat16_is_bit_equal_to_transformers() -> None:
+    model = tiny_model(tiny_vl_config())
+    rotary = (model.model.visual.rotary_pos_emb, model.model.language_model.rotary_emb)
+    kept = [module.inv_freq.clone() for module in rotary]
+    model.bfloat16()
+    for module, frequencies in zip(rotary, kept, strict=True):  # as from_pretrained leaves them
+        module.inv_freq = frequencies
+    layers = Sequence(model.config)
+    for module in layers.modules.values():
+        module.bfloat16()
+    layers.load(model)
+    batch = vl_batch_of("left")
+    assert torch.equal(layers.logits(batch), model(**batch, use_cache=False).logits)
+
+
+def test_random_weights_are_distributed_as_in_transformers() -> None:
+    config = checked_config(tiny_vl_config(vision={"initializer_range": 0.5}, text={"initializer_range": 0.1}))
+    family = family_of(config)
+    layers = Sequence(config)
+    initialize_layers(layers.modules, family, config, seed=3)
+    weights = layers.named(lambda parameter: parameter.detach())
+    for key, wanted in (
+        ("visual.patch_embed.proj.weight", 0.5),
+        ("visual.blocks.2.attn.qkv.weight", 0.5),
+        ("visual.merger.mlp.0.weight", 0.5),
+        ("model.embed_tokens.weight", 0.1),
+        ("model.layers.1.mlp.up_proj.weight", 0.1),
+        ("lm_head.weight", 0.1),
+    ):
+        assert weights[key].std().item() == pytest.approx(wanted, rel=0.15), key
+    assert weights["visual.blocks.0.norm1.weight"].eq(1).all()
+    assert weights["visual.blocks.0.attn.qkv.bias"].eq(0).all()
+
+
+PUBLISHED = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+    "image_token_id": 151655,
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "in_chans": 3,
+        "spatial_patch_size": 14,
+        "tokens_per_second": 2,
+    },
+}
+
+
+def test_config_in_the_published_form_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    config = checked_config(read_hf_config(tmp_path))
+    family = family_of(config)
+    assert family.depths(config) == {"vision_encoder": 32, "text_decoder": 36}
+    assert family.key_map(config).tied
+    shapes = family.expected_shapes(config)
+    assert sum(math.prod(shape) for state in shapes.values() for shape in state.values()) == 3_754_622_976
 
 
 def test_attention_over_images_is_the_one_asked_for() -> None:
