@@ -26,6 +26,7 @@ from ds_ldt.config import JobConfig, LDTConfig, load_config
 from ds_ldt.errors import ConfigError, LDTError
 from ds_ldt.json_file import read_json
 from ds_ldt.layout import Layout, VirtualStage
+from ds_ldt.modalities import VISION
 from ds_ldt.plan import PipelineShape, Timeline, build_plan
 from ds_ldt.plan.compare import differences
 from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from, memory_warning
@@ -175,6 +176,7 @@ def _load(options: argparse.Namespace) -> _Job:
         num_micro_batches=config.num_micro_batches,
         num_domains=config.num_domains,
         num_replicas=config.num_replicas,
+        gradient_boundaries=_gradient_boundaries(config.ldt, layout),
         split_backward=config.ldt.schedule.split_backward,
     )
     known = known_from_config(config, layout)
@@ -191,6 +193,13 @@ def _layout(ldt: LDTConfig) -> Layout:
     # Where the edge's cell is empty, they are all it has.
     leading, trailing = (0 if row[0] else 1 for row in (layers[0], layers[-1]))
     return Layout.build(layers, num_leading=leading, num_trailing=trailing, allow_exposed_edge=exposed)
+
+
+def _gradient_boundaries(ldt: LDTConfig, layout: Layout) -> tuple[bool, ...] | None:
+    """Leave out the gradients that a frozen vision encoder does not need; what else is frozen, a model has to say."""
+    if VISION not in ldt.freeze or len(layout.matrices) == 1:
+        return None
+    return tuple(layout.modality_of_boundary(boundary) != VISION for boundary in range(layout.num_boundaries))
 
 
 def _report(job: _Job) -> Report:
@@ -265,20 +274,14 @@ def _layer_lines(job: _Job) -> Iterator[str]:
 
 def _held(layout: Layout, virtual: VirtualStage) -> str:
     """Return the layers of a virtual stage, each numbered within its modality, e.g. `layers 2-14`."""
-    found = []
-    for name, _ in layout.matrices:
-        part = layout.parts[name]
-        first, last = max(part.start, virtual.start), min(part.stop, virtual.stop) - 1
-        if first <= last:
-            found.append(f"{name} {first - part.start}-{last - part.start}")
-    return ", ".join(found) or "layers none"
+    blocks = layout.blocks_of(virtual).items()
+    return ", ".join(f"{name} {held[0]}-{held[-1]}" for name, held in blocks) or "layers none"
 
 
 def _cost_lines(job: _Job) -> Iterator[str]:
     costs, schedule = job.known.costs, job.config.ldt.schedule
-    source = (
-        "measured" if job.known.measured else f"assumed, ldt.schedule.layer_forward_ms = {schedule.layer_forward_ms}"
-    )
+    assumed = json.dumps(schedule.layer_forward_ms)
+    source = "measured" if job.known.measured else f"assumed, ldt.schedule.layer_forward_ms = {assumed}"
     yield f"forwards     {source}; a backward takes {costs.backward_ratio:g} times as long unless it was measured"
     if job.shape.split_stages:
         stages = ", ".join(map(str, job.shape.split_stages))
@@ -287,9 +290,21 @@ def _cost_lines(job: _Job) -> Iterator[str]:
             "in flight until then"
         )
     rate = "unlimited" if costs.bandwidth is None else f"{costs.bandwidth * 8 / 1e6:g} Mbit/s each way"
-    yield f"hop          {_seconds(costs.latency)} one way, {rate}, messages of {costs.message_bytes / 1e6:g} MB"
+    yield f"hop          {_seconds(costs.latency)} one way, {rate}, messages of {_message_sizes(job)}"
     if job.limits is not None:
         yield f"limit        at most {', '.join(map(str, job.limits))} micro-batches of a domain in flight, by stage"
+
+
+def _message_sizes(job: _Job) -> str:
+    """Return the size of a message, e.g. `1 MB`, or of each modality's largest one."""
+    costs, layout = job.known.costs, job.layout
+    if not costs.hop_bytes:
+        return f"{costs.message_bytes / 1e6:g} MB"
+    largest: dict[str, int] = {}
+    for boundary in range(layout.num_boundaries):
+        name = layout.modality_of_boundary(boundary)
+        largest[name] = max(largest.get(name, 0), costs.bytes_over(boundary))
+    return ", ".join(f"{size / 1e6:g} MB ({name})" for name, size in largest.items())
 
 
 def _draw(options: argparse.Namespace) -> str:

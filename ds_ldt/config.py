@@ -10,7 +10,8 @@ job raises the same one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
@@ -36,12 +37,27 @@ from ds_ldt.modalities import MODALITIES, listed, mapping_form, matrices_sites
 _WEEK_S = 604800.0
 _SIZE = "a whole number >= 1"
 _SECTION = "an object with named settings"
+_EACH = f"or one for each of {' and '.join(MODALITIES)}"
 
 
 class _Section(BaseModel):
     """A JSON object in which every key is known and no value is converted in silence."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+ByModality = float | dict[str, float]
+"""A number, or where the modalities of a model differ one for each of them."""
+
+
+def _by_modality(value: object, accepts: Callable[[float], bool]) -> object:
+    """Check a number or a mapping from each modality to one; pydantic would list a fault once for each form."""
+    if isinstance(value, Mapping) and set(value) != set(MODALITIES):
+        raise ValueError("not the modalities")
+    for number in value.values() if isinstance(value, Mapping) else (value,):
+        if not isinstance(number, int | float) or isinstance(number, bool) or not accepts(number):
+            raise ValueError("no such number")
+    return value
 
 
 class SiteConfig(_Section):
@@ -78,11 +94,16 @@ class ScheduleConfig(_Section):
     )
     max_in_flight: int | None = Field(default=None, ge=1, description=f"{_SIZE}, or null", examples=[8])
     memory_gb: float | None = Field(default=None, gt=0, description="gigabytes, a number > 0, or null", examples=[16])
-    layer_activation_mb: float | None = Field(
-        default=None, gt=0, description="megabytes, a number > 0, or null", examples=[40]
+    layer_activation_mb: ByModality | None = Field(
+        default=None, description=f"megabytes, a number > 0, {_EACH}, or null", examples=[40]
     )
-    layer_forward_ms: float = Field(default=2.0, gt=0, description="milliseconds, a number > 0", examples=[2])
+    layer_forward_ms: ByModality = Field(default=2.0, description=f"milliseconds, a number > 0, {_EACH}", examples=[2])
     split_backward: bool = Field(default=False, description="true or false", examples=["true"])
+
+    @field_validator("layer_activation_mb", "layer_forward_ms", mode="before")
+    @classmethod
+    def _positive(cls, value: object) -> object:
+        return None if value is None else _by_modality(value, lambda number: 0 < number < math.inf)
 
 
 class LinkConfig(_Section):
@@ -91,14 +112,20 @@ class LinkConfig(_Section):
     Attributes:
         latency_ms: One-way latency in milliseconds.
         bandwidth_mbps: Bandwidth of an edge replica in megabits per second, each way; 0 means unlimited.
-        message_mb: Megabytes (1e6 bytes) of the activations of one micro-batch at a boundary, and of their gradient.
+        message_mb: Megabytes (1e6 bytes) of the activations of one micro-batch at a boundary, and of their gradient;
+            of the largest one where sizes differ.
     """
 
     latency_ms: float = Field(default=20.0, ge=0, description="milliseconds, a number >= 0", examples=[20])
     bandwidth_mbps: float = Field(
         default=1000.0, ge=0, description="megabits per second, a number >= 0 (0: unlimited)", examples=[1000]
     )
-    message_mb: float = Field(default=1.0, ge=0, description="megabytes, a number >= 0", examples=[1])
+    message_mb: ByModality = Field(default=1.0, description=f"megabytes, a number >= 0, {_EACH}", examples=[1])
+
+    @field_validator("message_mb", mode="before")
+    @classmethod
+    def _not_negative(cls, value: object) -> object:
+        return _by_modality(value, lambda number: 0 <= number < math.inf)
 
 
 class TraceConfig(_Section):
@@ -182,11 +209,28 @@ class LDTConfig(_Section):
             matrices_sites(layers, allow_exposed_edge=exposed)
             if isinstance(layers, dict)
             else matrix_sites(layers, num_leading=1, num_trailing=1, allow_exposed_edge=exposed),
+            *self._hints(),
         ]
         problems = [problem for problem in found if problem is not None]
         if problems:
             raise ConfigError.from_problems(problems)
         return self
+
+    def _hints(self) -> Iterator[ConfigProblem]:
+        """Find hints for each modality of a model that has one."""
+        for section, name in (
+            ("schedule", "layer_activation_mb"),
+            ("schedule", "layer_forward_ms"),
+            ("link", "message_mb"),
+        ):
+            value = getattr(getattr(self, section), name)
+            if isinstance(value, dict) and not isinstance(self.pipeline_num_layers, dict):
+                yield ConfigProblem(
+                    key=f"ldt.{section}.{name}",
+                    found=value,
+                    expected="one number, because ldt.pipeline_num_layers is one matrix",
+                    fix="write a number",
+                )
 
     @property
     def num_stages(self) -> int:

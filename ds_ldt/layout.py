@@ -238,6 +238,16 @@ class Layout:
         part, held = next((part, held) for part, held in self.parts.items() if layer in held)
         return LayerPlace(part=part, index=layer - held.start)
 
+    def blocks_of(self, virtual: VirtualStage) -> dict[str, range]:
+        """Return what a virtual stage holds of each modality, numbered within it; modalities it lacks are left out."""
+        found = {}
+        for name, _ in self.matrices:
+            part = self.parts[name]
+            first, stop = max(part.start, virtual.start), min(part.stop, virtual.stop)
+            if first < stop:
+                found[name] = range(first - part.start, stop - part.start)
+        return found
+
     def modality_of_boundary(self, boundary: int) -> str:
         """Return whose hidden states cross a boundary: a modality, or `layers` in a model of one modality."""
         first = self.virtual_stages[boundary + 1].start

@@ -45,6 +45,7 @@ _BOTH_SIZES = [
     "neither the world size nor E = ldt.edge.data_parallel_size = 1 counts",
 ]
 _MATRIX = "ldt.pipeline_num_layers"
+_TWO = {"vision_encoder": [[4, 0], [0, 0]], "text_decoder": [[1, 4], [1, 0]]}
 _BOOLEAN = "expected true or false, without quotes. Fix: write true or false."
 
 # id, changes to GOOD_CONFIG, fragments of the message
@@ -220,6 +221,16 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
         "layer_forward_zero",
         {"ldt.schedule.layer_forward_ms": 0},
         ["ldt.schedule.layer_forward_ms: found 0, expected milliseconds"],
+    ),
+    *(
+        (f"hint_{name}", {_MATRIX: layers, f"ldt.{key}": value}, [f"ldt.{key}: found {{", expected])
+        for name, layers, key, value, expected in (
+            ("of_no_modality", _TWO, "link.message_mb", {"video": 1}, "or one for each of vision_encoder and text_"),
+            ("of_one_modality", _TWO, "link.message_mb", {"text_decoder": 1}, "or one for each of vision_encoder"),
+            ("zero", _TWO, "schedule.layer_forward_ms", dict.fromkeys(_TWO, 0), "expected milliseconds, a number > 0"),
+            ("text", _TWO, "schedule.layer_activation_mb", dict.fromkeys(_TWO, "1"), "expected megabytes, a number >"),
+            ("without_modalities", [[1, 4], [1, 0]], "link.message_mb", dict.fromkeys(_TWO, 1), "expected one number"),
+        )
     ),
     (
         "timeout_is_text",

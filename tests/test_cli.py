@@ -13,8 +13,10 @@ import pytest
 
 from ds_ldt import cli
 from ds_ldt.config import load_config
+from ds_ldt.errors import ConfigError
+from ds_ldt.layout import Layout
 from ds_ldt.plan import Compute, PipelineShape, lower, validate
-from ds_ldt.plan.hints import known_from_config, known_from_file
+from ds_ldt.plan.hints import costs_document, known_from_config, known_from_file
 from ds_ldt.plan.trace import trace_document
 from tests.plan.shapes import full_shape
 
@@ -252,9 +254,7 @@ def test_wrong_costs_are_named(
 # --- costs --------------------------------------------------------------------------------------------------------
 
 
-def loaded(matrix: list[list[int]], **sections: dict[str, Any]) -> tuple[Any, Any]:
-    from ds_ldt.layout import Layout
-
+def loaded(matrix: Any, **sections: dict[str, Any]) -> tuple[Any, Any]:
     job = load_config({"train_batch_size": 4, "ldt": {"pipeline_num_layers": matrix, **sections}})
     return job, Layout.build(matrix)
 
@@ -272,9 +272,39 @@ def test_hints_become_seconds_and_bytes() -> None:
     assert not known.measured
 
 
-def test_leading_and_trailing_layers_change_no_costs() -> None:
-    from ds_ldt.layout import Layout
+def test_hints_may_differ_by_modality() -> None:
+    job, _ = loaded(
+        {"vision_encoder": [[2, 3], [1, 0], [0, 0]], "text_decoder": [[0, 0], [1, 4], [1, 0]]},
+        schedule={"layer_forward_ms": {"vision_encoder": 1, "text_decoder": 10}, "layer_activation_mb": 3},
+        link={"message_mb": {"vision_encoder": 8, "text_decoder": 0.5}},
+    )
+    layout = Layout.build(job.ldt.pipeline_num_layers, num_leading=1, num_between=1, num_trailing=2)
+    known = known_from_config(job, layout)
+    forward = {(0, 0): 0.002, (0, 1): 0.003, (1, 0): 0.011, (1, 1): 0.04, (2, 0): 0.01}
+    assert known.costs.forward == pytest.approx(forward)
+    assert [known.costs.bytes_over(boundary) for boundary in range(4)] == [8_000_000] * 2 + [500_000] * 2
+    assert known.activation_bytes is not None
+    assert known.activation_bytes[1, 0] == 6e6
+    forward_s = {"0.0": 1, "0.1": 2, "1.0": 3, "1.1": 4, "2.0": 5}
+    measured = known_from_file({"forward_s": forward_s, "message_bytes": {"0": 7}}, layout, hints=known)
+    assert [measured.costs.bytes_over(boundary) for boundary in range(4)] == [7, 8_000_000, 500_000, 500_000]
+    assert known_from_file(costs_document(measured), layout, hints=known) == measured
+    with pytest.raises(ConfigError, match=r"message_bytes\.4: found 1, expected boundaries 0 to 3"):
+        known_from_file({"message_bytes": {"4": 1}, "forward_s": forward_s}, layout, hints=known)
 
+
+def test_two_modalities_are_listed_and_a_frozen_one_sends_no_gradients(run: Answers) -> None:
+    path = str(ROOT / "ds_configs" / "vl_3_stage_3_chunks_2_domains.json")
+    text = run("plan", path)
+    assert "chunk 1  vision_encoder 28-31, text_decoder 0-1" in text
+    assert "messages of 5 MB (vision_encoder), 2.5 MB (text_decoder)" in text
+    frozen, whole = plan(run, path), plan(run, path, "--set", "ldt.freeze=[]")
+    # 16 micro-batches of 2 domains: the activations of both modalities and, unless frozen, the gradients of vision
+    assert (whole["link_bytes"]["cloud_to_edge"], frozen["link_bytes"]["cloud_to_edge"]) == (480_000_000, 320_000_000)
+    assert frozen["makespan"] < whole["makespan"]
+
+
+def test_leading_and_trailing_layers_change_no_costs() -> None:
     job, layout = loaded([[1, 4], [2, 0]])
     with_ends = Layout.build([[1, 4], [2, 0]], num_leading=1, num_trailing=2)
     assert known_from_config(job, with_ends) == known_from_config(job, layout)
@@ -289,8 +319,6 @@ def test_cells_that_run_as_one_are_added_up() -> None:
 
 
 def test_a_file_of_costs_that_was_written_is_read_back() -> None:
-    from ds_ldt.plan.hints import costs_document
-
     job, layout = loaded([[1, 4], [2, 0]], schedule={"layer_activation_mb": 3})
     hints = known_from_config(job, layout)
     measured = {"forward_s": {"0.0": 1, "0.1": 2, "1.0": 3}, "backward_s": {"0.0": 3, "0.1": 2, "1.0": 3}}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_ldt.config import load_config
+from ds_ldt.config import JobConfig, load_config
 from ds_ldt.errors import ConfigError
 from ds_ldt.layout import Layout
 from ds_ldt.plan import PipelineShape, build_plan
@@ -16,7 +16,10 @@ from ds_ldt.topology import RankMap
 
 FOLDER = Path(__file__).parent.parent / "ds_configs"
 SMOLLM2_LAYERS = 30
-VL_LAYERS = {"vision_encoder": 6, "text_decoder": 6}
+VL_LAYERS = {
+    "vl_photographs": {"vision_encoder": 6, "text_decoder": 6},
+    "vl_3_stage_3_chunks_2_domains": {"vision_encoder": 32, "text_decoder": 36},
+}
 WORLD_SIZES = {
     "smollm2_quickstart": 3,
     "text_2_stage_1_domain": 2,
@@ -25,8 +28,21 @@ WORLD_SIZES = {
     "text_2_stage_bf16": 3,
     "text_3_stage_2_domains_2_edge_replicas": 6,
     "text_3_stage_4_domains_2_edge_replicas": 10,
+    "vl_3_stage_3_chunks_2_domains": 5,
     "vl_photographs": 2,
 }
+
+
+def layout_of(name: str, job: JobConfig) -> Layout:
+    """The layers of SmolLM2-135M, or those of the model with a vision encoder that an example is for."""
+    is_vl = name in VL_LAYERS
+    return Layout.build(
+        job.ldt.pipeline_num_layers,
+        num_layers=VL_LAYERS[name] if is_vl else SMOLLM2_LAYERS,
+        num_leading=1,
+        num_between=2 if is_vl else 0,
+        num_trailing=2,
+    )
 
 
 def test_every_example_is_tested() -> None:
@@ -36,14 +52,7 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name, world_size", WORLD_SIZES.items())
 def test_example_loads_and_plans(name: str, world_size: int) -> None:
     job = load_config(FOLDER / f"{name}.json", world_size=world_size)
-    is_vl = name.startswith("vl_")
-    layout = Layout.build(
-        job.ldt.pipeline_num_layers,
-        num_layers=VL_LAYERS if is_vl else SMOLLM2_LAYERS,
-        num_leading=1,
-        num_between=2 if is_vl else 0,
-        num_trailing=2,
-    )
+    layout = layout_of(name, job)
     shape = PipelineShape.from_layout(
         layout,
         num_micro_batches=job.num_micro_batches,
@@ -94,7 +103,7 @@ def test_example_name_tells_its_sizes(name: str) -> None:
     told = {unit: int(number) for number, unit in re.findall(r"(\d+)_(stage|chunk|domain|edge_replica)", name)}
     sizes = {
         "stage": job.num_stages,
-        "chunk": len(job.ldt.pipeline_num_layers),
+        "chunk": layout_of(name, job).num_chunks,
         "domain": job.num_domains,
         "edge_replica": job.num_replicas,
     }

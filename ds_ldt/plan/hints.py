@@ -9,7 +9,8 @@ The file is JSON, and what a measurement writes:
      "activation_bytes": {...},                             optional: bytes kept of one micro-batch until its backward
      "latency_s": 0.02,                                     optional, one way, in place of ldt.link.latency_ms
      "bandwidth_bytes_per_s": 1.25e8,                       optional, 0 unlimited, in place of ldt.link.bandwidth_mbps
-     "message_bytes": 65536}                                optional, in place of ldt.link.message_mb
+     "message_bytes": 65536}                                optional, in place of ldt.link.message_mb; where messages
+                                                            differ {"0": 4000000, "5": 65536}, by boundary
 
 Cells that follow each other on one stage run as one virtual stage: their values are added up. A cell that joins one
 before it may be left out.
@@ -63,15 +64,24 @@ def known_from_config(job: JobConfig, layout: Layout) -> Known:
         layout: Its layout.
     """
     schedule, link = job.ldt.schedule, job.ldt.link
-    layers = {cell: max(1, count) for cell, count in _configured_layers(layout).items()}
-    per_layer = schedule.layer_activation_mb
+    per_layer, message = schedule.layer_activation_mb, link.message_mb
+    forward = _over_layers(schedule.layer_forward_ms, layout)
+    hops = {
+        boundary: round(number * _MEGA)
+        for boundary in range(layout.num_boundaries)
+        for name, number in (message.items() if isinstance(message, Mapping) else ())
+        if name == layout.modality_of_boundary(boundary)
+    }
     costs = Costs(
-        forward={cell: count * schedule.layer_forward_ms * _MILLI for cell, count in layers.items()},
+        forward={cell: milliseconds * _MILLI for cell, milliseconds in forward.items()},
         latency=link.latency_ms * _MILLI,
         bandwidth=link.bandwidth_mbps * _MEGA / _BITS or None,
-        message_bytes=round(link.message_mb * _MEGA),
+        message_bytes=max(hops.values()) if isinstance(message, Mapping) else round(message * _MEGA),
+        hop_bytes=hops,
     )
-    kept = None if per_layer is None else {cell: count * per_layer * _MEGA for cell, count in layers.items()}
+    kept = None
+    if per_layer is not None:
+        kept = {cell: megabytes * _MEGA for cell, megabytes in _over_layers(per_layer, layout).items()}
     return Known(costs=costs, activation_bytes=kept, measured=False)
 
 
@@ -103,6 +113,10 @@ def known_from_file(source: str | PathLike[str] | Mapping[str, Any], layout: Lay
             expected="seconds of one forward for every cell with layers",
             fix='add it, like "forward_s": {"0.0": 0.25, "0.1": 1.0, "1.0": 0.25}',
         )
+    hops = hints.costs.hop_bytes
+    if "message_bytes" in content:
+        hops = _by_boundary(content["message_bytes"], hops, layout, where=f"{where}: message_bytes")
+        content = {key: value for key, value in content.items() if key != "message_bytes" or not hops}
     numbers = {key: _number(content[key], where=f"{where}: {key}") for key in _NUMBERS if key in content}
     share = numbers.get("weight_share", 0.0)
     if share > 1:
@@ -118,7 +132,9 @@ def known_from_file(source: str | PathLike[str] | Mapping[str, Any], layout: Lay
         weight_share=numbers.get("weight_share", old.weight_share),
         latency=numbers.get("latency_s", old.latency),
         bandwidth=bandwidth,
-        message_bytes=round(numbers.get("message_bytes", old.message_bytes)),
+        message_bytes=max(hops.values()) if hops else round(numbers.get("message_bytes", old.message_bytes)),
+        hop_latency=old.hop_latency,
+        hop_bytes=hops,
     )
     return Known(costs=costs, activation_bytes=cells.get("activation_bytes", hints.activation_bytes), measured=True)
 
@@ -136,7 +152,7 @@ def costs_document(known: Known) -> dict[str, Any]:
         "weight_share": costs.weight_share,
         "latency_s": costs.latency,
         "bandwidth_bytes_per_s": costs.bandwidth or 0,
-        "message_bytes": costs.message_bytes,
+        "message_bytes": {str(boundary): size for boundary, size in costs.hop_bytes.items()} or costs.message_bytes,
     }
     if costs.backward:
         document["backward_s"] = _by_name(costs.backward)
@@ -217,13 +233,35 @@ def _virtual_stages_by_cell(layout: Layout) -> dict[Cell, Cell]:
     return found
 
 
-def _configured_layers(layout: Layout) -> dict[Cell, int]:
-    """(chunk, stage) of every virtual stage -> its layers without leading and trailing ones."""
-    owners, layers = _virtual_stages_by_cell(layout), dict[Cell, int]()
-    for cell in layout.cells:
-        owner = owners[cell.chunk, cell.stage]
-        layers[owner] = layers.get(owner, 0) + cell.configured
-    return layers
+def _over_layers(each: float | Mapping[str, float], layout: Layout) -> dict[Cell, float]:
+    """(chunk, stage) of every virtual stage -> a number of one layer, summed over its layers that are no joining ones.
+
+    A virtual stage of joining layers only counts as one layer.
+    """
+    found: dict[Cell, float] = {}
+    for virtual in layout.virtual_stages:
+        blocks = layout.blocks_of(virtual) or {layout.matrices[-1][0]: range(1)}
+        found[virtual.chunk, virtual.stage] = sum(
+            len(held) * (each[name] if isinstance(each, Mapping) else each) for name, held in blocks.items()
+        )
+    return found
+
+
+def _by_boundary(values: object, hints: Mapping[int, int], layout: Layout, *, where: str) -> dict[int, int]:
+    """Return the bytes of messages by boundary; none if one number says it for all."""
+    if not isinstance(values, Mapping):
+        return {}
+    known = {str(boundary): boundary for boundary in range(layout.num_boundaries)}
+    for name in values:
+        if name not in known:
+            raise ConfigError.of(
+                f"{where}.{name}",
+                found=values[name],
+                expected=f"boundaries 0 to {layout.num_boundaries - 1}",
+                fix="remove it",
+            )
+    found = {known[name]: round(_number(value, where=f"{where}.{name}")) for name, value in values.items()}
+    return {**hints, **found}
 
 
 def _by_virtual_stage(values: object, layout: Layout, *, where: str) -> dict[Cell, float]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import ds_ldt
+import ds_ldt.errors
 from ds_ldt.layout import Layout
 from ds_ldt.shapes import Shapes
 from ds_ldt.wire import WireSchema, WireTensor
@@ -26,6 +27,7 @@ from tests.toy import WIDTH, Block, Head, Stem
 
 LAYERS = {"vision_encoder": [[1, 1], [1, 0], [0, 0]], "text_decoder": [[0, 0], [1, 1], [1, 0]]}
 WHOLE_VISION_ON_EDGE = {"vision_encoder": [[3, 0], [0, 0]], "text_decoder": [[1, 1], [1, 0]]}
+JOIN_FIRST = {"vision_encoder": [[1, 1, 1], [0, 0, 0], [0, 0, 0]], "text_decoder": [[0, 0, 0], [1, 1, 0], [1, 0, 0]]}
 DEPTHS = {"vision_encoder": 3, "text_decoder": 3}
 JOINING = {"num_leading": 1, "num_between": 1, "num_trailing": 1}
 JOIN = 4
@@ -126,29 +128,60 @@ def sent_shapes(inputs: Tensor, local: tuple[Tensor, ...], boundary: int) -> Sha
 
 
 def settings(layers: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """A configuration for the toy, on two domains."""
-    return config(layers, num_domains=2, num_micro_batches=3, **options)  # type: ignore[arg-type]
+    """A configuration for the toy on three ranks: two domains of one cloud stage, or one of two."""
+    num_domains = 2 if len(layers["text_decoder"][0]) == 2 else 1
+    return config(layers, num_domains=num_domains, num_micro_batches=3, **options)  # type: ignore[arg-type]
+
+
+def build(wanted: dict[str, Any], *, said: bool, **changes: Any) -> ds_ldt.LDTPipelineModule:
+    """The toy split as configured; `said`: shapes are said instead of traced."""
+    layout = Layout.build(wanted["ldt"]["pipeline_num_layers"], num_layers=DEPTHS, **JOINING)
+    options: dict[str, Any] = {
+        "wire": WireSchema.by_modality(layout, TENSORS, uniform=said),
+        "depths": DEPTHS,
+        "local_layers": [JOIN],
+        "batch_fn": batch_fn,
+        "sent_shapes": sent_shapes if said and layout.modality_of_boundary(0) == "vision_encoder" else None,
+        "parts": PARTS,
+        **JOINING,
+    }
+    layers = [LayerSpec(one) for one in CLASSES]
+    return ds_ldt.LDTPipelineModule(layers, wanted, nn.functional.mse_loss, **{**options, **changes})
+
+
+def engine_of(module: ds_ldt.LDTPipelineModule) -> ds_ldt.LDTPipelineEngine:
+    """An engine with data on the edge only."""
+    data = Pictures() if dist.get_rank() == 0 else Untouchable()
+    return ds_ldt.initialize(model=module, training_data=data, collate_fn=collate)[0]
+
+
+def refusals() -> list[str]:
+    """What this rank is told where nothing is left to train, layers are misplaced, or there is nothing to join."""
+    wanted = settings(LAYERS)
+    nothing_left = settings(LAYERS, ldt={"freeze": list(PARTS)})
+
+    def trained() -> None:
+        engine_of(build(wanted, said=True, batch_fn=lambda batch: batch_fn(batch)[:2])).train_batch()
+
+    said = []
+    for attempt in (
+        lambda: engine_of(build(nothing_left, said=True)),
+        lambda: build(wanted, said=True, local_layers=[2]),
+        lambda: build(wanted, said=True, depths={"vision_encoder": 3, "text_decoder": 3}, num_between=0),
+        trained,
+    ):
+        try:
+            attempt()
+        except ds_ldt.errors.LDTError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 def train_variants(variants: list[tuple[dict[str, Any], bool]], steps: int) -> list[dict[str, Any]]:
     """Train with each (configuration, whether shapes are said instead of traced); what this rank saw."""
     found = []
     for wanted, said in variants:
-        layout = Layout.build(wanted["ldt"]["pipeline_num_layers"], num_layers=DEPTHS, **JOINING)
-        module = ds_ldt.LDTPipelineModule(
-            [LayerSpec(one) for one in CLASSES],
-            wanted,
-            nn.functional.mse_loss,
-            wire=WireSchema.by_modality(layout, TENSORS, uniform=said),
-            depths=DEPTHS,
-            local_layers=[JOIN],
-            batch_fn=batch_fn,
-            sent_shapes=sent_shapes if said and layout.num_chunks > 2 else None,
-            parts=PARTS,
-            **JOINING,
-        )
-        data = Pictures() if dist.get_rank() == 0 else Untouchable()
-        engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data, collate_fn=collate)
+        engine = engine_of(build(wanted, said=said))
         before = weights_of(engine)
         losses, norms = [], []
         for _ in range(steps):

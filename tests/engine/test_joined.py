@@ -17,6 +17,7 @@ from tests.engine.joined import (
     CLASSES,
     DEPTHS,
     JOIN,
+    JOIN_FIRST,
     JOINING,
     LAYERS,
     PARTS,
@@ -36,7 +37,7 @@ STEPS = 3
 LAYOUT = Layout.build(LAYERS, num_layers=DEPTHS, **JOINING)
 
 
-def oracle(frozen: tuple[str, ...] = ()) -> Trace:
+def oracle(frozen: tuple[str, ...] = (), num_domains: int = 2) -> Trace:
     model = Unsplit(*build_unsplit(list(CLASSES)))
     for index, prefix in frozen_parameters(frozen, PARTS):
         for name, parameter in model[index].named_parameters():
@@ -48,7 +49,7 @@ def oracle(frozen: tuple[str, ...] = ()) -> Trace:
         make_optimizer=lambda parameters: torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1),
         steps=STEPS,
         num_micro_batches=3,
-        num_domains=2,
+        num_domains=num_domains,
         micro_batch_size=2,
         collate=collate,
     )
@@ -63,11 +64,13 @@ def test_two_modalities_equal_the_unsplit_model_whatever_meets_on_the_edge(group
         (settings(WHOLE_VISION_ON_EDGE), True),
         (settings(LAYERS, ldt=frozen), False),
         (settings(LAYERS, ldt={"freeze": ["vision_encoder", "merger"]}), True),
+        (settings(JOIN_FIRST), True),
     ]
     ranks = groups.run(3, "tests.engine.joined:train_variants", variants, STEPS, deadline_s=120)
     whole = oracle()
     for number, _ in enumerate(variants[:3]):
         assert_parity([rank[number] for rank in ranks], whole, "SGD")
+    assert_parity([rank[5] for rank in ranks], oracle(num_domains=1), "SGD")
     for number, names in ((3, ("vision_encoder",)), (4, ("vision_encoder", "merger"))):
         results = [rank[number] for rank in ranks]
         assert_parity(results, oracle(names), "SGD")
@@ -77,6 +80,17 @@ def test_two_modalities_equal_the_unsplit_model_whatever_meets_on_the_edge(group
         # Nothing is trained before the join: the cloud sends gradients back for the text alone.
         assert [result["gradients"] for result in results] == [6, 3, 3]
     assert [rank[0]["gradients"] for rank in ranks] == [12, 6, 6]
+
+
+def test_what_cannot_be_joined_or_trained_is_refused(groups: GroupPool) -> None:
+    edge, *cloud = groups.run(3, "tests.engine.joined:refusals", deadline_s=60)
+    for said in (edge, *cloud):
+        assert 'ldt.freeze: found ["vision_encoder", "merger", "text_decoder"], expected some part' in said[0]
+        assert "expected layer 2 on stage 0, the edge: it takes what stays there" in said[1]
+        assert "layers: found 9 layers, expected 8, those of depths=" in said[2]
+    assert "ConfigError" in edge[3]
+    assert "batch_fn: found 2 values, expected (inputs, labels, local)" in edge[3]
+    assert all("LinkError" in said[3] for said in cloud)
 
 
 def test_the_edge_announces_what_does_not_follow_from_the_boundary_before() -> None:
