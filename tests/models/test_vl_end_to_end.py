@@ -15,7 +15,7 @@ from ds_ldt.models import count_targets, family_of
 from tests.harness import GroupPool
 from tests.models.tiny import tiny_model
 from tests.models.tiny_vl import IMAGE, tiny_vl_config
-from tests.models.vl_end_to_end import IDS_FROM, STEPS, batches, secrets
+from tests.models.vl_end_to_end import IDS_FROM, STEPS, batches, holds, secrets
 
 KINDS = ["mixed", "text only", "left", "two sizes"]
 VISION, TEXT = "vision_encoder", "text_decoder"
@@ -159,6 +159,10 @@ def assert_nothing_secret_was_sent(case: Case, ranks: list[dict[str, Any]]) -> N
     values = secrets(list(case.kinds))
     assert len(values) > 500
     assert IMAGE + IDS_FROM in values.tolist()
+    hidden = torch.randn(3, 4)
+    assert not holds(hidden, list(case.kinds))
+    hidden[1, 2] = float(values[-1])  # a pixel in the middle of other numbers would be seen
+    assert holds(hidden, list(case.kinds))
     for rank in ranks:
         assert rank["num_sent"] > 20
         assert rank["found"] == []

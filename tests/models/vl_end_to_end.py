@@ -61,12 +61,13 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         for index, layer in module.owned_layers().items()
         for key, tensor in layer.state_dict().items()
     }
-    found = [(name, str(t.dtype), tuple(t.shape)) for name, t in sent if _holds(t, case)]
+    found = [(name, str(t.dtype), tuple(t.shape)) for name, t in sent if holds(t, kinds)]
     return {"losses": losses, "norms": norms, "weights": weights, "found": found, "num_sent": len(sent)}
 
 
-def _holds(tensor: Tensor, case: dict[str, Any]) -> bool:
-    return bool(torch.isin(tensor.double(), secrets(case["kinds"])).any())
+def holds(tensor: Tensor, kinds: list[str]) -> bool:
+    """Whether any pixel, id or label of the marked batches is in a tensor, as a value."""
+    return bool(torch.isin(tensor.double(), secrets(kinds)).any())
 
 
 def secrets(kinds: list[str]) -> Tensor:
