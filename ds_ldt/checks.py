@@ -6,7 +6,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Any, TypeGuard
@@ -237,6 +237,24 @@ def edge_divides_cloud(edge_size: int, cloud_size: int) -> ConfigProblem | None:
         expected=f"a divisor of ldt.cloud.data_parallel_size = {cloud_size}, because every edge replica serves the "
         "same number of domains",
         fix="change one of the two sizes",
+    )
+
+
+def weights_can_wait(settings: Mapping[str, Any], *, split_backward: bool) -> ConfigProblem | None:
+    """Refuse a setting that takes gradients away as soon as the backward pass has made them.
+
+    Args:
+        settings: The DeepSpeed JSON.
+        split_backward: Whether weight gradients are made later than that.
+    """
+    bf16 = settings.get("bf16")
+    if not split_backward or not isinstance(bf16, Mapping) or not bf16.get("immediate_grad_update"):
+        return None
+    return ConfigProblem(
+        key="bf16.immediate_grad_update",
+        found=True,
+        expected="false where ldt.schedule.split_backward is true: weight gradients come after the backward pass",
+        fix="remove it, or set ldt.schedule.split_backward to false",
     )
 
 

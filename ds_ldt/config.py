@@ -26,6 +26,7 @@ from ds_ldt.checks import (
     edge_divides_cloud,
     matrix_form,
     matrix_sites,
+    weights_can_wait,
     world_size_fits,
 )
 from ds_ldt.config_errors import translated
@@ -344,6 +345,9 @@ def _job(settings: dict[str, Any], where: str | None) -> JobConfig:
             ldt = LDTConfig.model_validate(dict(section))
         except ValidationError as error:
             problems.extend(translated(error, LDTConfig))
+    if ldt is not None:
+        early = weights_can_wait(settings, split_backward=ldt.schedule.split_backward)
+        problems += [] if early is None else [early]
     batch: Batch | ConfigProblem | None = None
     if ldt is not None and not problems:
         batch = complete_batch(

@@ -8,7 +8,7 @@ the loss; ``BackwardPass`` and ``SendGrad`` retrace the way; ``ReduceGrads`` and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.utils import DummyOptim
+from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_ldt import checkpointing
 from ds_ldt.data import build_dataloader
+from ds_ldt.deferred import WeightLedger
 from ds_ldt.errors import ConfigError, LinkError
 from ds_ldt.intake import Intake, Step
 from ds_ldt.module import LDTPipelineModule
@@ -32,7 +34,7 @@ from ds_ldt.plan import Channel, PipelineShape, Plan, build_plan
 from ds_ldt.plan.hints import known_from_config, limits_from
 from ds_ldt.recording import Recording
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
-from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule
+from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule, WeightPass
 from ds_ldt.shapes import ShapeTracer
 from ds_ldt.transport import StreamGroups, Transport
 from ds_ldt.wire import WireGuard, signature_of
@@ -63,6 +65,8 @@ class LDTPipelineEngine(PipelineEngine):
         self._outputs: dict[Key, tuple[Tensor, ...]] = {}
         self._output_grads: dict[Key, tuple[Tensor, ...]] = {}
         self._losses: dict[Key, Tensor] = {}
+        self._owed = WeightLedger()
+        self._told_shares: set[int] = set()
         self._results: dict[tuple[int, int], Any] = {}
         self._logits: dict[tuple[int, int], Any] = {}
         self._step: Step | None = None
@@ -104,7 +108,7 @@ class LDTPipelineEngine(PipelineEngine):
         """A boundary carries gradients when anything before it is trained."""
         trainable = torch.zeros(self.module.layout.num_virtual_stages, dtype=torch.int32, device=self.device)
         for virtual_stage in self.module.virtual_stage_funcs:
-            trainable[virtual_stage] = int(self.module.is_trainable(virtual_stage))
+            trainable[virtual_stage] = int(bool(self.module.trained_parameters(virtual_stage)))
         counts = sum_over_sites(trainable, self.grid).cumsum(0).tolist()
         if self.job.ldt.freeze and counts[-1] == 0:
             raise ConfigError.of(
@@ -198,6 +202,7 @@ class LDTPipelineEngine(PipelineEngine):
             num_domains=self.job.num_domains,
             num_replicas=self.job.num_replicas,
             gradient_boundaries=self._gradient_boundaries,
+            split_backward=self.job.ldt.schedule.split_backward,
         )
         known = known_from_config(self.job, self.module.layout)
         return build_plan(
@@ -395,6 +400,7 @@ class LDTPipelineEngine(PipelineEngine):
         plan = pipe_schedule.plan
         for buffers in (self._inputs, self._outputs, self._output_grads, self._losses, self._results):
             buffers.clear()
+        self._owed.clear()
         self._step = self.intake.open(plan, self.data_iterator)
         try:
             self.transport.begin_step(self.intake.receives(self._step))
@@ -447,7 +453,10 @@ class LDTPipelineEngine(PipelineEngine):
         """Run one virtual stage; on the tail this ends in the loss."""
         inputs = self._inputs[key] if torch.is_grad_enabled() else self._inputs.pop(key)
         outputs = self.module(
-            inputs if len(inputs) > 1 else inputs[0], virtual_stage=key.virtual_stage, local=self._local(key)
+            inputs if len(inputs) > 1 else inputs[0],
+            virtual_stage=key.virtual_stage,
+            local=self._local(key),
+            inside=self._owed.deferring if self._is_split(key) else None,
         )
         if key.virtual_stage == self.module.layout.num_boundaries:
             self._finish_forward(key, outputs)
@@ -498,10 +507,29 @@ class LDTPipelineEngine(PipelineEngine):
         """Backpropagate through one virtual stage, from its own loss or from the gradients received."""
         flowing = [(root, grad) for root, grad in self._roots(key) if root.requires_grad]
         if flowing:
-            with self._accumulating():
+            with self._accumulating(), self._owed.owed_by(key) if self._is_split(key) else nullcontext():
                 torch.autograd.backward([root for root, _ in flowing], [grad for _, grad in flowing])
         if key.virtual_stage == 0 or not self._gradient_boundaries[key.virtual_stage - 1]:
             del self._inputs[key]
+
+    def _is_split(self, key: Key) -> bool:
+        """Whether the backward of a virtual stage runs in two halves in this step."""
+        plan = self._current.plan
+        return plan.training and plan.shape.splits(key.virtual_stage)
+
+    def _exec_weight_pass(self, buffer_id: int, key: Key) -> None:
+        """Make the weight gradients that a backward pass has put off."""
+        with self._accumulating():
+            made = set(self._owed.settle(key))
+        if key.virtual_stage not in self._told_shares:
+            self._told_shares.add(key.virtual_stage)
+            trained = self.module.trained_parameters(key.virtual_stage)
+            part, whole = (sum(p.numel() for p in parameters) for parameters in (made, trained))
+            logger.info(
+                f"ds_ldt: rank {self.global_rank}, virtual stage {key.virtual_stage}: gradients of {part} of {whole} "
+                "trained parameters are made apart from the backward pass; the others are no weights of plain linear "
+                "layers"
+            )
 
     def _roots(self, key: Key) -> list[tuple[Tensor, Tensor | None]]:
         """Where a backward pass starts: tensors and their gradients. Only here is a loss divided by M."""
@@ -563,6 +591,7 @@ class LDTPipelineEngine(PipelineEngine):
         ds.LoadMicroBatch: _exec_load_micro_batch,
         ds.ForwardPass: _exec_forward_pass,
         ds.BackwardPass: _exec_backward_pass,
+        WeightPass: _exec_weight_pass,
         ds.SendActivation: _exec_send_activations,
         ds.RecvActivation: _exec_recv_activations,
         ds.SendGrad: _exec_send_grads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -148,7 +149,6 @@ class LDTPipelineModule(PipelineModule):
 
     def _check(self) -> None:
         """Find what is wrong with the layers of this layout before any process group exists."""
-        self._check_split_backward()
         self._check_ties()
         self._check_local_layers()
         self._check_loss_reduction()
@@ -168,15 +168,6 @@ class LDTPipelineModule(PipelineModule):
                     expected=f"all layers tied by {layer.key!r} on one stage; they are on stages {first} and {stage}",
                     fix="move the tied layers to the same stage (the edge holds the first and the last layers)",
                 )
-
-    def _check_split_backward(self) -> None:
-        if self.job.ldt.schedule.split_backward:
-            raise ConfigError.of(
-                "ldt.schedule.split_backward",
-                found=True,
-                expected="false: it can be planned, but not be run yet",
-                fix="remove it",
-            )
 
     def _check_local_layers(self) -> None:
         """What local layers take besides never leaves the edge, so they must be there."""
@@ -252,19 +243,28 @@ class LDTPipelineModule(PipelineModule):
                 owned[index] = layer
         return owned
 
-    def is_trainable(self, virtual_stage: int) -> bool:
-        """Whether any parameter used in a virtual stage of this rank is trained."""
+    def trained_parameters(self, virtual_stage: int) -> list[nn.Parameter]:
+        """The parameters used in a virtual stage of this rank that are trained, each once."""
         spec, held = self.layout.virtual_stages[virtual_stage], self._modules_by_layer()
         modules = [held[index] for index in range(spec.start, spec.stop) if index in held]
-        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        used = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+        return [parameter for parameter in used if parameter.requires_grad]
 
-    def forward(self, inputs: Payload, *, virtual_stage: int, local: tuple[Tensor, ...] = ()) -> Payload:
+    def forward(
+        self,
+        inputs: Payload,
+        *,
+        virtual_stage: int,
+        local: tuple[Tensor, ...] = (),
+        inside: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> Payload:
         """Run the layers of one virtual stage.
 
         Args:
             inputs: the micro-batch for the head, else what the previous virtual stage sent.
             virtual_stage: index of a virtual stage that this rank holds.
             local: what its local layers take besides.
+            inside: makes a context for a layer to run in, now and when a checkpoint runs it again; None for none.
 
         Returns:
             What the last of its layers returns.
@@ -275,6 +275,8 @@ class LDTPipelineModule(PipelineModule):
             partial(_with_local, func, local) if index in self.local_layers else func
             for index, func in enumerate(layers, start=first)
         ]
+        if inside is not None:
+            funcs = [partial(_run_inside, inside, func) for func in funcs]
         interval = self.activation_checkpoint_interval
         if interval == 0 or not torch.is_grad_enabled():
             return _run(funcs, inputs)
@@ -343,6 +345,11 @@ def frozen_parameters(
 
 def _with_local(func: Callable[..., Payload], local: tuple[Tensor, ...], inputs: Payload) -> Payload:
     return func(inputs, local)
+
+
+def _run_inside(inside: Callable[[], AbstractContextManager[Any]], func: Callable[[Any], Any], inputs: Payload) -> Any:
+    with inside():
+        return func(inputs)
 
 
 def _run(funcs: Sequence[Callable[[Any], Any]], inputs: Payload) -> Payload:

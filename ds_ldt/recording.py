@@ -24,12 +24,13 @@ COMPUTE, WAIT, LINK, OTHER = "compute", "wait", "link", "other"
 _CATEGORY = {
     "ForwardPass": COMPUTE,
     "BackwardPass": COMPUTE,
+    "WeightPass": COMPUTE,
     "RecvActivation": WAIT,
     "RecvGrad": WAIT,
     "SendActivation": LINK,
     "SendGrad": LINK,
 }
-_OP = {"ForwardPass": Op.FORWARD, "BackwardPass": Op.BACKWARD}
+_OP = {"ForwardPass": Op.FORWARD, "BackwardPass": Op.BACKWARD, "WeightPass": Op.WEIGHT}
 
 Handler = Callable[..., None]
 

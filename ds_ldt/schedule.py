@@ -9,10 +9,16 @@ from deepspeed.runtime.pipe import schedule as ds
 
 from ds_ldt.plan import Instruction, Kind, Plan
 
+
+class WeightPass(ds.BufferOpInstruction):
+    """Make the weight gradients that the backward pass of a micro-batch has put off. DeepSpeed has no such thing."""
+
+
 _INSTRUCTION_OF: dict[Kind, type[ds.PipeInstruction]] = {
     Kind.LOAD_MICRO_BATCH: ds.LoadMicroBatch,
     Kind.FORWARD_PASS: ds.ForwardPass,
     Kind.BACKWARD_PASS: ds.BackwardPass,
+    Kind.WEIGHT_PASS: WeightPass,
     Kind.SEND_ACTIVATION: ds.SendActivation,
     Kind.RECV_ACTIVATION: ds.RecvActivation,
     Kind.SEND_GRAD: ds.SendGrad,

@@ -205,6 +205,11 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
         {"ldt.schedule.split_backward": "yes"},
         ['ldt.schedule.split_backward: found "yes", expected true or false'],
     ),
+    (
+        "weights_wait_for_an_impatient_optimizer",
+        {"ldt.schedule.split_backward": True, "bf16": {"enabled": True, "immediate_grad_update": True}},
+        ["bf16.immediate_grad_update: found true, expected false where ldt.schedule.split_backward is true"],
+    ),
     ("max_in_flight_zero", {"ldt.schedule.max_in_flight": 0}, ["ldt.schedule.max_in_flight: found 0", "or null"]),
     ("latency_negative", {"ldt.link.latency_ms": -1}, ["ldt.link.latency_ms: found -1, expected milliseconds"]),
     ("latency_infinite", {"ldt.link.latency_ms": float("inf")}, ["ldt.link.latency_ms: found inf"]),

@@ -289,6 +289,11 @@ class Square(nn.Module):
 
 def train_tied(settings: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train a model whose first and last layer are one tensor."""
+    return _train(tied_engine(settings), steps)
+
+
+def tied_engine(settings: dict[str, Any]) -> ds_ldt.LDTPipelineEngine:
+    """An engine for that model."""
     tied = [
         ds_ldt.TiedLayerSpec("matrix", TiedLinear),
         *[LayerSpec(Square)] * 4,
@@ -297,7 +302,7 @@ def train_tied(settings: dict[str, Any], steps: int) -> dict[str, Any]:
     module = ds_ldt.LDTPipelineModule(tied, settings, loss_fn=lambda y, t: ((y[:, :3] - t) ** 2).mean())
     data = Points(96) if dist.get_rank() < module.job.num_replicas else None
     engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data)
-    return _train(engine, steps)
+    return engine
 
 
 def garbage_remains(settings: dict[str, Any]) -> int:

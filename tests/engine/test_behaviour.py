@@ -264,7 +264,7 @@ def test_S25_S27_tied_layers_on_the_edge_train_and_count_as_one_tensor(
     settings = config([[2, 2], [2, 0]], optimizer="AdamW", gradient_clipping=0.1, **sizes)
     world_size = sizes.get("num_replicas", 1) + sizes.get("num_domains", 1)
     ranks = run(groups, world_size, "train_tied", settings, 5)
-    expected = _tied_oracle(settings, 5)
+    expected = tied_oracle(settings, 5)
     assert_parity(ranks, expected, "AdamW")
 
 
@@ -286,7 +286,7 @@ class TiedModel(nn.Module):
         return hidden @ self.get_submodule("0").weight.t()
 
 
-def _tied_oracle(settings: dict[str, Any], steps: int) -> Trace:
+def tied_oracle(settings: dict[str, Any], steps: int) -> Trace:
     return train_unsplit(
         TiedModel(),
         Points(96),
@@ -320,8 +320,9 @@ def test_timers_and_prints_of_deepspeed_keep_working(groups: GroupPool) -> None:
 
 
 def test_a_trace_holds_what_each_rank_did_in_the_chosen_steps(groups: GroupPool, tmp_path: Path) -> None:
-    plain = config(layout(2, 2), num_domains=2)
-    traced = config(layout(2, 2), num_domains=2, ldt={"trace": {"path": str(tmp_path), "steps": [2, 3]}})
+    halves = {"schedule": {"split_backward": True}}
+    trace = {"trace": {"path": str(tmp_path), "steps": [2, 3]}}
+    plain, traced = (config(layout(2, 2), num_domains=2, ldt=halves | more) for more in ({}, trace))
     (expected, _), *_ = run(groups, 3, "train_traced", plain, 4)
     ranks = run(groups, 3, "train_traced", traced, 4)
     orders = ranks[0][1]
@@ -341,6 +342,7 @@ def test_a_trace_holds_what_each_rank_did_in_the_chosen_steps(groups: GroupPool,
     timeline = read_trace(tmp_path, step=3)
     assert {rank: [str(compute) for compute in timeline.order_of(rank)] for rank in range(3)} == orders
     assert 0 < timeline.makespan < 60
+    assert {"F1.0.0", "B1.0.0", "W1.0.0"} <= set(orders[1])
 
 
 @pytest.mark.parametrize("interval", [1, 2])

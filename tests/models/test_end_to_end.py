@@ -38,21 +38,25 @@ def train_unsplit(directory: Path) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "family, tied, num_domains, options",
+    "family, tied, num_domains, split, options",
     [
-        ("qwen2", True, 1, {}),
-        ("llama", False, 2, {"activation_checkpoint_interval": 1}),
+        ("qwen2", True, 1, False, {}),
+        ("llama", False, 2, True, {"activation_checkpoint_interval": 1}),
     ],
 )
 def test_S30_trained_and_exported_model_equals_the_unsplit_one(
-    groups: GroupPool, tmp_path: Path, family: str, tied: bool, num_domains: int, options: dict[str, Any]
+    groups: GroupPool, tmp_path: Path, family: str, tied: bool, num_domains: int, split: bool, options: dict[str, Any]
 ) -> None:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": len(KINDS) // num_domains,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
-        "ldt": {"pipeline_num_layers": [[1, 2], [1, 0]], "cloud": {"data_parallel_size": num_domains}},
+        "ldt": {
+            "pipeline_num_layers": [[1, 2], [1, 0]],
+            "cloud": {"data_parallel_size": num_domains},
+            "schedule": {"split_backward": split},
+        },
     }
     hf = save_model(tmp_path / "hf", family=family, tie_word_embeddings=tied)
     convert_to_layers(hf, config=config, edge=tmp_path / "ldt/edge", cloud=tmp_path / "ldt/cloud")
