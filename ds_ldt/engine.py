@@ -36,6 +36,7 @@ from ds_ldt.recording import Recording
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
 from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule, WeightPass
 from ds_ldt.shapes import ShapeTracer
+from ds_ldt.summary import StepSummary
 from ds_ldt.transport import StreamGroups, Transport
 from ds_ldt.wire import WireGuard, signature_of
 
@@ -103,6 +104,7 @@ class LDTPipelineEngine(PipelineEngine):
             local_layers=self.module.local_layers,
         )
         self.intake = Intake(self.module, self.grid, groups, guard, tracer)
+        self._summary = StepSummary(self.grid, groups.control)
 
     def _agree_on_gradient_boundaries(self) -> tuple[bool, ...]:
         """A boundary carries gradients when anything before it is trained."""
@@ -385,7 +387,7 @@ class LDTPipelineEngine(PipelineEngine):
     def _mean_of_results(self) -> Tensor:
         """Mean of the step's results over every micro-batch and domain, on every rank of both sites."""
         with bounded("eval_batch", self.grid):
-            return sum_over_sites(self._sum_of_results(), self.grid)[0] / self._num_results()
+            return self._summary.sum(self._sum_of_results())[0] / self._num_results()
 
     def _num_results(self) -> int:
         return self._current.plan.shape.num_micro_batches * self.job.num_domains
@@ -403,7 +405,7 @@ class LDTPipelineEngine(PipelineEngine):
         self._owed.clear()
         self._step = self.intake.open(plan, self.data_iterator)
         try:
-            self.transport.begin_step(self.intake.receives(self._step))
+            self.transport.begin_step(self.intake.receives(self._step), self.intake.opening(self._step))
             with self._recorded(plan):
                 super()._exec_schedule(pipe_schedule)
             self.transport.end_step()
@@ -568,7 +570,7 @@ class LDTPipelineEngine(PipelineEngine):
         with bounded("train_batch (gradient reduction)", self.grid):
             if self.grid.num_physical_replicas > 1:
                 self.buffered_allreduce_fallback(grads=gradients, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
-            norm, summed = global_norm(gradients, self.grid, self._sum_of_results())
+            norm, summed = global_norm(gradients, self.grid, self._sum_of_results(), self._summary)
         self._mean_loss = summed[0] / self._num_results()
         self._norm = norm
         self._global_grad_norm = norm.item()

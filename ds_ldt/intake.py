@@ -90,6 +90,7 @@ class Intake:
         self._tracer = tracer
         self._num_steps = 0
         self._inbound_of: dict[str, dict[Channel, tuple[int, ...]]] = {}
+        self._opening_of: dict[str, dict[Channel, tuple[int, ...]]] = {}
         self._edge_boundaries = module.layout.edge_boundaries
         self._control = ControlLink(
             rank=grid.global_rank,
@@ -133,6 +134,28 @@ class Intake:
                     signature = gradient_signature(signature)
                 messages.append((micro_batch, signature))
         return expected
+
+    def opening(self, step: Step) -> dict[Channel, tuple[Signature, ...]]:
+        """The channels of this rank on which a step opens, and the signatures of the first messages on them.
+
+        They are as many as the receiver will have in flight: it takes that long for anything to come back.
+        """
+        found: dict[Channel, tuple[Signature, ...]] = {}
+        for channel, micro_batches in self._opening_order(step.plan).items():
+            found[channel] = tuple(step.signatures[m, channel.domain][channel.boundary] for m in micro_batches)
+        return found
+
+    def _opening_order(self, plan: Plan) -> dict[Channel, tuple[int, ...]]:
+        """The channels out of the head that begin or end on this rank and the order of their first messages."""
+        if plan.fingerprint not in self._opening_of:
+            self._opening_of[plan.fingerprint] = {
+                channel: plan.receive_order(channel)[: plan.peak_in_flight(channel.destination)]
+                for channel in plan.channels()
+                if channel.boundary == 0
+                and channel.flow is Flow.ACTIVATION
+                and self._grid.global_rank in (channel.source, channel.destination)
+            }
+        return self._opening_of[plan.fingerprint]
 
     def _inbound(self, plan: Plan) -> dict[Channel, tuple[int, ...]]:
         """The channels that end on this rank and the order of their messages; read off a plan once, not every step."""

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -44,12 +45,12 @@ def kept(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def close_pair(message: Message) -> None:
-    """Closes the gloo connections that a message under way uses, so that every wait on them ends, here and there.
+def close_posted(works: Iterable[dist.Work]) -> None:
+    """Closes the gloo connections that transfers under way use, so that every wait on them ends, here and there.
 
     Destroying the group does not: transfers under way keep it alive. A wait that runs out of time does.
     """
-    for work in message.works:
+    for work in works:
         with contextlib.suppress(RuntimeError):
             work.wait(timedelta(milliseconds=1))
 

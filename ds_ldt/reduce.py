@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_ldt.errors import LinkError
 from ds_ldt.grid import LDTPipelineGrid
+from ds_ldt.summary import StepSummary
 
 MAX_TEXT_BYTES = 8192
 """Longest text that the sites can exchange, in bytes of UTF-8."""
@@ -72,7 +73,9 @@ def sum_over_sites(values: Tensor, grid: LDTPipelineGrid) -> Tensor:
     return values
 
 
-def global_norm(gradients: Sequence[Tensor], grid: LDTPipelineGrid, extra: Tensor) -> tuple[Tensor, Tensor]:
+def global_norm(
+    gradients: Sequence[Tensor], grid: LDTPipelineGrid, extra: Tensor, summary: StepSummary
+) -> tuple[Tensor, Tensor]:
     """The 2-norm of the gradient of the whole model, and the sum of ``extra`` over all ranks, in one reduction.
 
     Every parameter counts once: after the data parallel average all replicas of a stage hold the same gradients, so
@@ -80,8 +83,9 @@ def global_norm(gradients: Sequence[Tensor], grid: LDTPipelineGrid, extra: Tenso
 
     Args:
         gradients: averaged gradients of this rank; a tied weight appears once.
-        grid: the groups.
+        grid: says which replica this rank is.
         extra: float32 vector of whatever else is to be summed.
+        summary: sums over both sites.
 
     Returns:
         ``(norm, extra)``: a float32 scalar and the summed vector, bit-equal on every rank.
@@ -89,7 +93,7 @@ def global_norm(gradients: Sequence[Tensor], grid: LDTPipelineGrid, extra: Tenso
     square = torch.zeros(1, dtype=torch.float32, device=extra.device)
     if grid.data_parallel_id == 0 and gradients:
         square += torch.nn.utils.get_total_norm(gradients).float() ** 2
-    summed = sum_over_sites(torch.cat([square, extra.float()]), grid)
+    summed = summary.sum(torch.cat([square, extra.float()]))
     return summed[0].sqrt(), summed[1:]
 
 

@@ -3,7 +3,8 @@
 A message is the tensors of one micro-batch; each tensor travels on its own, in order. What gloo asks for (measured):
 
 * Point-to-point on gloo is a rendezvous, so a receive posted late costs a round trip: the first `receive_window`
-  receives of each channel are posted when the step begins, and each one taken posts the next.
+  receives of each channel are posted when the step begins, and each one taken posts the next. Those of the messages
+  that open a step are posted in the step before (:mod:`ds_ldt.inbox`).
 * A handle that is dropped loses its message, and a send reads the tensor's own memory: both are kept until it is done.
 * A handle reports completion only to whoever waits on it (`is_completed` stays False before), so each outbound channel
   has a thread that waits for its sends in order and lets go of their memory.
@@ -14,8 +15,9 @@ A message is the tensors of one micro-batch; each tensor travels on its own, in 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -24,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ldt.errors import ConfigError, LinkError, ScheduleError
-from ds_ldt.outbox import Message, Outbox, close_pair, kept, link_failure
+from ds_ldt.inbox import STANDING, Inbox, Route, Sizes, fits, standing_sizes
+from ds_ldt.outbox import Message, Outbox, close_posted, kept, link_failure
 from ds_ldt.plan import Channel, Flow
 from ds_ldt.wire import Signature, WireGuard
 
@@ -39,14 +42,6 @@ class GroupSpec:
     name: str
     backend: str
     ranks: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """How the messages of a channel travel: the process group and the tag."""
-
-    group: dist.ProcessGroup
-    tag: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,15 +131,6 @@ def group_specs(channels: Sequence[Channel], *, backend: str, group_per_channel:
     return [*streams, GroupSpec(name="control", backend="gloo")]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Inbox:
-    """Receives of one inbound channel: `expected` not yet posted, `posted` not yet taken, in the sender's order."""
-
-    channel: Channel
-    expected: deque[tuple[int, Signature]]
-    posted: deque[Message] = field(default_factory=deque)
-
-
 class Transport:
     """Sends and receives the messages of one rank.
 
@@ -184,15 +170,23 @@ class Transport:
         self._receive_window = receive_window
         self._guard = guard
         self.on_send = on_send
-        self._inboxes: dict[Channel, _Inbox] = {}
+        self._inboxes: dict[Channel, Inbox] = {}
         self._outboxes: dict[Channel, Outbox] = {}
+        self._opening: dict[Channel, Sequence[Signature]] = {}
+        self._standing: dict[Channel, Sizes] = {}
         self._closed = False
 
-    def begin_step(self, receives: Mapping[Channel, Sequence[tuple[int, Signature]]]) -> None:
+    def begin_step(
+        self,
+        receives: Mapping[Channel, Sequence[tuple[int, Signature]]],
+        opening: Mapping[Channel, Sequence[Signature]] | None = None,
+    ) -> None:
         """Posts the first receives of the step.
 
         Args:
             receives: Inbound channel -> (micro-batch, signature) of each of its messages, in the sender's order.
+            opening: Channel of this rank, inbound or outbound -> signatures of its first messages, as many as shall be
+                awaited before the next step begins. Both ends of a channel have to say the same.
 
         Raises:
             ScheduleError: The last step is not ended, or a channel is not an inbound channel of this rank.
@@ -203,12 +197,16 @@ class Transport:
         for channel in receives:
             if channel.destination != self._rank or channel not in self._groups.routes:
                 raise ScheduleError(f"rank {self._rank} cannot receive: not an inbound channel of it: {channel}")
-        self._inboxes = {
-            channel: _Inbox(channel=channel, expected=deque(messages)) for channel, messages in receives.items()
-        }
-        for inbox in self._inboxes.values():
-            for _ in range(self._receive_window):
-                self._post_next(inbox)
+        self._opening = dict(opening or {}) if self._groups.host_wait else {}
+        for channel in {*receives, *self._inboxes}:
+            messages = receives.get(channel, ())
+            with self._explained(channel, messages[0][0] if messages else STANDING):
+                self._inbox(channel).expect(
+                    messages, window=self._receive_window, opening=self._opening.get(channel, ())
+                )
+        for channel, standing in self._standing.items():
+            if channel.source == self._rank:
+                self._spend_standing(channel, standing)
 
     def send(self, channel: Channel, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """Checks a message and hands it to its channel; returns without waiting for the peer.
@@ -234,19 +232,8 @@ class Transport:
         payload = tuple(tensor.detach().to(self._wire_device).contiguous() for tensor in tensors)
         if self.on_send is not None:
             self.on_send(channel, micro_batch, payload)
-        outbox = self._outbox(channel)
-        outbox.check()
-        route = self._groups.routes[channel]
-        begin = time.monotonic()
-        message = Message(micro_batch=micro_batch, tensors=payload)
-        for tensor in payload:
-            try:
-                work = dist.isend(tensor, channel.destination, group=route.group, tag=route.tag)
-            except RuntimeError as error:
-                raise self._failure(channel, micro_batch, begin, error) from error
-            message.works.append(kept(work))
-            self.bytes_sent[channel] += tensor.numel() * tensor.element_size()
-        outbox.put(message)
+        self._post_send(channel, micro_batch, payload)
+        self.bytes_sent[channel] += sum(tensor.numel() * tensor.element_size() for tensor in payload)
 
     def receive(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
         """Takes the next message of a channel, waiting for it if need be, and posts a further receive.
@@ -271,15 +258,11 @@ class Transport:
                 f"channel is: {following}. The plan's receives must be in the order of the sender's sends."
             )
         message = inbox.posted[0]
-        begin = time.monotonic()
-        try:
-            for work in message.works:
-                self._wait(work, begin)
-        except RuntimeError as error:
-            self._raise_earlier_failure()
-            raise self._failure(channel, micro_batch, begin, error) from error
+        with self._explained(channel, micro_batch):
+            self._wait_for(message)
         inbox.posted.popleft()
-        self._post_next(inbox)
+        with self._explained(channel, micro_batch):
+            inbox.post_next()
         return tuple(tensor.to(self._device) for tensor in message.tensors)
 
     def end_step(self) -> None:
@@ -293,6 +276,12 @@ class Transport:
         self._refuse_leftovers()
         for outbox in self._outboxes.values():
             outbox.drain()
+        for channel, inbox in self._inboxes.items():
+            with self._explained(channel, STANDING):
+                for message in inbox.spent:
+                    self._wait_for(message)
+            inbox.spent.clear()
+        self._standing = {channel: standing_sizes(signatures) for channel, signatures in self._opening.items()}
 
     @property
     def is_closed(self) -> bool:
@@ -314,13 +303,12 @@ class Transport:
     def abort(self) -> None:
         """Gives everything up at once and destroys the groups, so that peers fail promptly too. Raises nothing."""
         self._closed = True
-        under_way = [message for inbox in self._inboxes.values() for message in inbox.posted]
+        under_way = [work for inbox in self._inboxes.values() for work in inbox.under_way()]
         self._inboxes = {}
         for outbox in self._outboxes.values():
-            under_way += outbox.give_up()
+            under_way += [work for message in outbox.give_up() for work in message.works]
         if self._groups.host_wait:
-            for message in under_way:
-                close_pair(message)
+            close_posted(under_way)
         self._groups.close()
         for outbox in self._outboxes.values():
             outbox.stop()
@@ -332,39 +320,54 @@ class Transport:
             )
         return self._outboxes[channel]
 
-    def _post_next(self, inbox: _Inbox) -> None:
-        if not inbox.expected:
-            return
-        micro_batch, signature = inbox.expected.popleft()
-        route = self._groups.routes[inbox.channel]
-        buffers = tuple(torch.empty(one.shape, dtype=one.dtype, device=self._wire_device) for one in signature)
-        message = Message(micro_batch=micro_batch, tensors=buffers)
+    def _inbox(self, channel: Channel) -> Inbox:
+        if channel not in self._inboxes:
+            route = self._groups.routes[channel]
+            self._inboxes[channel] = Inbox(channel=channel, route=route, device=self._wire_device)
+        return self._inboxes[channel]
+
+    def _spend_standing(self, channel: Channel, standing: Sizes) -> None:
+        """Sends what ends the standing receives at the other end, where the messages of this step do not fit them."""
+        if not fits(self._opening.get(channel, ()), standing):
+            for sizes in standing:
+                self._post_send(channel, STANDING, tuple(torch.zeros(1, dtype=torch.uint8) for _ in sizes))
+
+    def _post_send(self, channel: Channel, micro_batch: int, payload: tuple[Tensor, ...]) -> None:
+        outbox, route = self._outbox(channel), self._groups.routes[channel]
+        outbox.check()
+        message = Message(micro_batch=micro_batch, tensors=payload)
+        with self._explained(channel, micro_batch):
+            for tensor in payload:
+                work = dist.isend(tensor, channel.destination, group=route.group, tag=route.tag)
+                message.works.append(kept(work))
+        outbox.put(message)
+
+    def _wait_for(self, message: Message) -> None:
         begin = time.monotonic()
-        for buffer in buffers:
-            try:
-                work = dist.irecv(buffer, inbox.channel.source, group=route.group, tag=route.tag)
-            except RuntimeError as error:
-                self._raise_earlier_failure()
-                raise self._failure(inbox.channel, micro_batch, begin, error) from error
-            message.works.append(kept(work))
-        inbox.posted.append(message)
+        for work in message.works:
+            if self._groups.host_wait:
+                left = max(0.001, begin + self._timeout_s - time.monotonic())
+                work.wait(timedelta(seconds=left))
+            else:
+                work.wait()
 
-    def _wait(self, work: dist.Work, begin: float) -> None:
-        if self._groups.host_wait:
-            left = max(0.001, begin + self._timeout_s - time.monotonic())
-            work.wait(timedelta(seconds=left))
-        else:
-            work.wait()
-
-    def _failure(self, channel: Channel, micro_batch: int, begin: float, error: RuntimeError) -> LinkError:
-        return link_failure(
-            rank=self._rank,
-            channel=channel,
-            micro_batch=micro_batch,
-            waited_s=time.monotonic() - begin,
-            timeout_s=self._timeout_s,
-            error=error,
-        )
+    @contextmanager
+    def _explained(self, channel: Channel, micro_batch: int) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        except LinkError:
+            raise
+        except RuntimeError as error:
+            self._raise_earlier_failure()
+            raise link_failure(
+                rank=self._rank,
+                channel=channel,
+                micro_batch=micro_batch,
+                waited_s=time.monotonic() - begin,
+                timeout_s=self._timeout_s,
+                error=error,
+            ) from error
 
     def _raise_earlier_failure(self) -> None:
         """A send that timed out closes the pair and so fails the receives too: the send's error says more."""

@@ -29,6 +29,7 @@ from types import TracebackType
 
 from tests.benchmarks.setting import precise_sleeps
 
+TCP_SETTINGS = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 SITES = ("edge", "cloud")
 ADDRESSES = {"edge": "10.77.0.1", "cloud": "10.77.0.2"}
 DEVICE = "wan0"
@@ -160,6 +161,9 @@ def _open_device(name: str, site: str) -> int:
     _ip("-n", there, "link", "set", "lo", "up")
     _ip("-n", there, "addr", "add", f"{ADDRESSES[site]}/30", "dev", DEVICE)
     _ip("-n", there, "link", "set", DEVICE, "mtu", str(_MTU), "txqueuelen", "2000", "up")
+    for setting, value in TCP_SETTINGS.items():
+        path = f"/proc/sys/net/ipv4/{setting}"
+        _ip("netns", "exec", there, "sh", "-c", f"echo {value} > {path}")
     return device
 
 

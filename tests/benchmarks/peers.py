@@ -177,10 +177,11 @@ def _settings(setup: Any) -> dict[str, Any]:
 
 def _ds_ldt(row: Row, setup: Any, latency_s: float) -> Callable[[], Any]:
     from deepspeed.pipe import LayerSpec
+    from torch.nn import Identity
     from torch.nn.functional import mse_loss
 
     import ds_ldt
-    from tests.benchmarks.work import TimedLayer, micro_batches
+    from tests.benchmarks.work import TimedCell, micro_batches
 
     settings = _settings(setup) | {
         "ldt": {
@@ -195,7 +196,10 @@ def _ds_ldt(row: Row, setup: Any, latency_s: float) -> Callable[[], Any]:
             "timeout_s": _TIMEOUT_S,
         }
     }
-    layers = [LayerSpec(TimedLayer, setup.layer_s, index == 0) for index in range(sum(map(sum, setup.matrix)))]
+    layers = []
+    for count in (number for row in setup.matrix for number in row if number):
+        # Plans count layers, so a cell has as many as it should; the first of them sleeps for all.
+        layers += [LayerSpec(TimedCell, setup, count, not layers), *[LayerSpec(Identity)] * (count - 1)]
     module = ds_ldt.LDTPipelineModule(layers=layers, config=settings, loss_fn=mse_loss)
     engine, _, _, _ = ds_ldt.initialize(model=module)
     batches = micro_batches(setup) if module.mpu().site == "edge" else None

@@ -1,6 +1,7 @@
-"""The work that every row of the benchmark does: layers that take a set time and carry a real activation.
+"""The work that every row of the benchmark does: cells that take a set time and carry a real activation.
 
-A layer sleeps for its forward and its backward, so that a rank costs no core and two cores carry them all. The
+A cell of layers sleeps for its forward and its backward, so that a rank costs no core and two cores carry them all. It
+sleeps once for all of its layers: waking up costs a fraction of a millisecond, which would count as work. The
 backward has two halves, the gradient of the input and that of the weight, each an autograd node of its own: schedules
 that split the backward can put the second off, the others run one after the other.
 """
@@ -18,38 +19,40 @@ from tests.benchmarks.setting import Setup
 
 
 class Stopwatch:
-    """How long the layers of this process have worked: the proof that every row does the same work.
+    """How long the cells of this process have worked: the proof that every row does the same work.
 
     A sleep ends late by up to some hundred microseconds, with what else the machine does. The next one is shorter by
-    that much, so that layers take their set time on average.
+    that much, so that cells take their set time on average.
     """
 
     worked_s = 0.0
     _late_s = 0.0
 
     @classmethod
-    def sleep(cls, seconds: float) -> None:
-        """Work for some seconds."""
+    def sleep(cls, seconds: float, begin: float) -> None:
+        """Work until some seconds after `begin`."""
         if seconds > 0:
             cls.worked_s += seconds
-            begin, wanted = time.monotonic(), seconds - cls._late_s
-            time.sleep(max(0.0, wanted))
-            cls._late_s = time.monotonic() - begin - wanted
+            until = begin + seconds - cls._late_s
+            time.sleep(max(0.0, until - time.monotonic()))
+            cls._late_s = time.monotonic() - until
 
 
 class _Input(torch.autograd.Function):
     """Takes time forward, and backward for the gradient of the input."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        begin = time.monotonic()
         ctx.seconds = backward_s
-        Stopwatch.sleep(forward_s)
-        return inputs.view_as(inputs)
+        outputs = inputs + weight
+        Stopwatch.sleep(forward_s, begin)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        Stopwatch.sleep(ctx.seconds)
-        return grads[0], None, None
+        Stopwatch.sleep(ctx.seconds, time.monotonic())
+        return grads[0], grads[0], None, None
 
 
 class _Weight(torch.autograd.Function):
@@ -62,36 +65,32 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        Stopwatch.sleep(ctx.seconds)
-        return grads[0], None
+        begin = time.monotonic()
+        total = grads[0].sum().reshape(1)
+        Stopwatch.sleep(ctx.seconds, begin)
+        return total, None
 
 
-class TimedLayer(nn.Module):
+class TimedCell(nn.Module):
     """Adds a weight to its input; the backward takes twice the time of the forward.
 
     Args:
-        forward_s: seconds of a forward.
-        first: the first layer of a model has no gradient of its input to compute: all of its backward is for the
+        setup: says how long a layer takes.
+        count: how many layers it stands for.
+        first: the first cell of a model has no gradient of its input to compute: all of its backward is for the
             weight.
     """
 
-    def __init__(self, forward_s: float, first: bool = False) -> None:
+    def __init__(self, setup: Setup, count: int, first: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.forward_s = forward_s
-        self.input_s = 0.0 if first else forward_s
-        self.weight_s = 2 * forward_s - self.input_s
+        self.forward_s = count * setup.layer_s
+        self.input_s = 0.0 if first else self.forward_s
+        self.weight_s = 2 * self.forward_s - self.input_s
 
     def forward(self, inputs: Tensor) -> Tensor:
         seconds = 0.0 if inputs.is_meta else self.forward_s
-        return _Input.apply(inputs, seconds, self.input_s) + _Weight.apply(self.weight, self.weight_s)
-
-
-class TimedCell(nn.Sequential):
-    """Several layers as one, for pipelines that are cut into parts of equally many layers."""
-
-    def __init__(self, setup: Setup, count: int, first: bool = False) -> None:
-        super().__init__(*[TimedLayer(setup.layer_s, first and index == 0) for index in range(count)])
+        return _Input.apply(inputs, _Weight.apply(self.weight, self.weight_s), seconds, self.input_s)
 
 
 def micro_batches(setup: Setup) -> Iterator[tuple[Tensor, Tensor]]:
