@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ from ds_ldt.shapes import ShapeTracer
 from ds_ldt.summary import StepSummary
 from ds_ldt.transport import StreamGroups, Transport
 from ds_ldt.wire import WireGuard, signature_of
+
+ScheduleType = TypeVar("ScheduleType", bound=LDTSchedule)
 
 
 class LDTPipelineEngine(PipelineEngine):
@@ -71,6 +73,7 @@ class LDTPipelineEngine(PipelineEngine):
         self._results: dict[tuple[int, int], Any] = {}
         self._logits: dict[tuple[int, int], Any] = {}
         self._step: Step | None = None
+        self._schedules: dict[str, LDTSchedule] = {}
         self._recording: Recording | None = None
         self._connect()
         if training_data is not None and self.site == "edge":
@@ -216,10 +219,18 @@ class LDTPipelineEngine(PipelineEngine):
         )
 
     def _train_schedule(self) -> LDTTrainSchedule:
-        return LDTTrainSchedule(self._plan(self.micro_batches, training=True), self.global_rank)
+        return self._schedule_of(self._plan(self.micro_batches, training=True), LDTTrainSchedule)
 
     def _inference_schedule(self, micro_batches: int) -> LDTInferenceSchedule:
-        return LDTInferenceSchedule(self._plan(micro_batches, training=False), self.global_rank)
+        return self._schedule_of(self._plan(micro_batches, training=False), LDTInferenceSchedule)
+
+    def _schedule_of(self, plan: Plan, kind: type[ScheduleType]) -> ScheduleType:
+        """The schedule of this rank; made once for each plan, not for every step."""
+        if plan.fingerprint not in self._schedules:
+            self._schedules[plan.fingerprint] = kind(plan, self.global_rank)
+        schedule = self._schedules[plan.fingerprint]
+        assert isinstance(schedule, kind)
+        return schedule
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Train on one global batch: M micro-batches of each of the D domains.
@@ -407,11 +418,18 @@ class LDTPipelineEngine(PipelineEngine):
         try:
             self.transport.begin_step(self.intake.receives(self._step), self.intake.opening(self._step))
             with self._recorded(plan):
-                super()._exec_schedule(pipe_schedule)
+                self._execute(pipe_schedule)
             self.transport.end_step()
         except BaseException:
             self.transport.abort()  # peers wait for messages that will not come: let them fail now
             raise
+
+    def _execute(self, pipe_schedule: LDTSchedule) -> None:
+        """Do what the parent does for each instruction, without binding every handler anew."""
+        handlers = self._INSTRUCTION_MAP
+        for commands in pipe_schedule:
+            for command in commands:
+                handlers[type(command)](self, **command.kwargs)
 
     @contextmanager
     def _recorded(self, plan: Plan) -> Iterator[None]:

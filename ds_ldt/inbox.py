@@ -3,9 +3,10 @@
 A message over gloo leaves when its sender knows that its receive is posted, so a receive posted late costs a round
 trip. Within a step receives are posted ahead. The first messages of a step are a case of their own: what they will be
 is announced in the same moment, so without more they would come a round trip late in every step. Therefore the
-receives of the next step's first messages are posted behind the last of a step, *standing*, as large as its first. Gloo takes a shorter message into a longer buffer. Where the new ones do not fit, the sender spends the
-standing receives on messages of one byte, and receives of the right size are posted. Both ends know both steps' sizes,
-so both come to the same conclusion without a word.
+receives of the next step's first messages are posted behind the last of a step, *standing*, as large as its first.
+Gloo takes a shorter message into a longer buffer. Where the new ones do not fit, the sender spends the standing
+receives on messages of one byte, and receives of the right size are posted. Both ends know both steps' sizes, so both
+come to the same conclusion without a word.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ldt.outbox import Message, kept
+from ds_ldt.outbox import Message, Route, kept
 from ds_ldt.plan import Channel
 from ds_ldt.wire import Signature, TensorSignature
 
@@ -28,14 +29,6 @@ STANDING = -1
 
 Sizes = tuple[tuple[int, ...], ...]
 """Bytes of each tensor of each message that standing receives can take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """How the messages of a channel travel: the process group and the tag."""
-
-    group: dist.ProcessGroup
-    tag: int
 
 
 def standing_sizes(opening: Sequence[Signature]) -> Sizes:

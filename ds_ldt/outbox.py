@@ -1,8 +1,8 @@
 """The sends of one channel that are under way, and the text of the errors that a link can give.
 
-Nobody who sends waits. On gloo the only way to learn that a send is through is to wait for it, so a thread of each
-outbound channel does that, in the order of the channel, and then drops the handle and the tensor. Where completion can
-be asked for, no thread is needed.
+Nobody who sends waits. On gloo a send is written to the network by whoever posts it, and the only way to learn that it
+is through is to wait for it. So a thread of each outbound channel does both, in the order of the channel, and then
+drops the handle and the tensor. Where completion can be asked for, no thread is needed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ from ds_ldt.plan import Channel
 
 _MARGIN_S = 5.0
 """What a drain allows on top of the timeout of the send it waits for, so that the send's own error comes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """How the messages of a channel travel: the process group and the tag."""
+
+    group: dist.ProcessGroup
+    tag: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,21 +97,25 @@ def link_failure(
 
 
 class Outbox:
-    """Keeps what has been sent on one channel until the peer has it.
+    """Posts the sends of one channel and keeps what has been sent until the peer has it.
 
     Args:
         channel: The channel.
+        route: How its messages travel.
         rank: This rank, its source.
         timeout_s: Longest time the peer may take to accept the oldest message.
-        host_wait: True: a thread waits for the sends; False: they are asked, now and then, whether they are through.
+        host_wait: True: a thread posts the sends and waits for them; False: the caller posts them, and they are asked,
+            now and then, whether they are through.
     """
 
-    def __init__(self, *, channel: Channel, rank: int, timeout_s: float, host_wait: bool) -> None:
+    def __init__(self, *, channel: Channel, route: Route, rank: int, timeout_s: float, host_wait: bool) -> None:
         self._channel = channel
+        self._route = route
         self._rank = rank
         self._timeout_s = timeout_s
         self._host_wait = host_wait
         self._pending: deque[Message] = deque()
+        self._num_posted = 0
         self._changed = threading.Condition()
         self._failure: LinkError | None = None
         self._stopped = False
@@ -113,16 +125,24 @@ class Outbox:
         return len(self._pending)
 
     def put(self, message: Message) -> None:
-        """Takes over a message whose sends have been posted."""
+        """Takes over a message that is to be sent.
+
+        Raises:
+            LinkError: An earlier send failed.
+        """
+        self.check()
         if not self._host_wait:
             while self._pending and all(work.is_completed() for work in self._pending[0].works):
                 self._pending.popleft()
+            self._post(message)
+            self._pending.append(message)
+            return
         with self._changed:
             self._pending.append(message)
             self._changed.notify_all()
-        if self._host_wait and self._thread is None:
+        if self._thread is None:
             name = f"ds_ldt sends: {self._channel}"
-            self._thread = threading.Thread(target=self._wait_in_order, name=name, daemon=True)
+            self._thread = threading.Thread(target=self._send_in_order, name=name, daemon=True)
             self._thread.start()
 
     def check(self) -> None:
@@ -163,26 +183,35 @@ class Outbox:
         if self._thread is not None:
             self._thread.join(timeout=_MARGIN_S)
 
-    def _wait_in_order(self) -> None:
+    def _send_in_order(self) -> None:
         while True:
             with self._changed:
                 while not self._pending and not self._stopped:
                     self._changed.wait()
                 if self._stopped:
                     return
-                oldest = self._pending[0]
-            begin = time.monotonic()
+                fresh = list(self._pending)[self._num_posted :]
+            oldest, begin = self._pending[0], time.monotonic()
             try:
+                for message in fresh:
+                    self._post(message)
+                    self._num_posted += 1
                 for work in oldest.works:
                     work.wait(timedelta(seconds=max(0.001, begin + self._timeout_s - time.monotonic())))
-            except RuntimeError as error:
+            except Exception as error:  # also what torch says of a group that has been destroyed meanwhile
                 with self._changed:
                     self._failure = self._failure or self._explain(oldest, time.monotonic() - begin, error)
                     self._changed.notify_all()
                 return
             with self._changed:
                 self._pending.popleft()
+                self._num_posted -= 1
                 self._changed.notify_all()
+
+    def _post(self, message: Message) -> None:
+        for tensor in message.tensors:
+            work = dist.isend(tensor, self._channel.destination, group=self._route.group, tag=self._route.tag)
+            message.works.append(kept(work))
 
     def _explain(self, message: Message, waited_s: float, error: Exception) -> LinkError:
         failure = link_failure(

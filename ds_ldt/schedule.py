@@ -49,11 +49,11 @@ class LDTSchedule(ds.PipeSchedule):
         super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_stages, stage_id=shape.stage_of(rank))
         self.plan = plan
         self.rank = rank
+        self._steps = [[lift(instruction)] for instruction in plan.for_rank(rank)]
 
     def steps(self) -> Iterator[list[ds.PipeInstruction]]:
         """Yield DeepSpeed instructions in order."""
-        for instruction in self.plan.for_rank(self.rank):
-            yield [lift(instruction)]
+        yield from self._steps
 
     def num_pipe_buffers(self) -> int:
         """None: the engine keys what it holds by (virtual stage, micro-batch, domain), not by slot."""

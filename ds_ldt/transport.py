@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ldt.errors import ConfigError, LinkError, ScheduleError
-from ds_ldt.inbox import STANDING, Inbox, Route, Sizes, fits, standing_sizes
-from ds_ldt.outbox import Message, Outbox, close_posted, kept, link_failure
+from ds_ldt.inbox import STANDING, Inbox, Sizes, fits, standing_sizes
+from ds_ldt.outbox import Message, Outbox, Route, close_posted, link_failure
 from ds_ldt.plan import Channel, Flow
 from ds_ldt.wire import Signature, WireGuard
 
@@ -232,7 +232,8 @@ class Transport:
         payload = tuple(tensor.detach().to(self._wire_device).contiguous() for tensor in tensors)
         if self.on_send is not None:
             self.on_send(channel, micro_batch, payload)
-        self._post_send(channel, micro_batch, payload)
+        with self._explained(channel, micro_batch):
+            self._outbox(channel).put(Message(micro_batch=micro_batch, tensors=payload))
         self.bytes_sent[channel] += sum(tensor.numel() * tensor.element_size() for tensor in payload)
 
     def receive(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
@@ -316,7 +317,11 @@ class Transport:
     def _outbox(self, channel: Channel) -> Outbox:
         if channel not in self._outboxes:
             self._outboxes[channel] = Outbox(
-                channel=channel, rank=self._rank, timeout_s=self._timeout_s, host_wait=self._groups.host_wait
+                channel=channel,
+                route=self._groups.routes[channel],
+                rank=self._rank,
+                timeout_s=self._timeout_s,
+                host_wait=self._groups.host_wait,
             )
         return self._outboxes[channel]
 
@@ -330,17 +335,8 @@ class Transport:
         """Sends what ends the standing receives at the other end, where the messages of this step do not fit them."""
         if not fits(self._opening.get(channel, ()), standing):
             for sizes in standing:
-                self._post_send(channel, STANDING, tuple(torch.zeros(1, dtype=torch.uint8) for _ in sizes))
-
-    def _post_send(self, channel: Channel, micro_batch: int, payload: tuple[Tensor, ...]) -> None:
-        outbox, route = self._outbox(channel), self._groups.routes[channel]
-        outbox.check()
-        message = Message(micro_batch=micro_batch, tensors=payload)
-        with self._explained(channel, micro_batch):
-            for tensor in payload:
-                work = dist.isend(tensor, channel.destination, group=route.group, tag=route.tag)
-                message.works.append(kept(work))
-        outbox.put(message)
+                ends = tuple(torch.zeros(1, dtype=torch.uint8) for _ in sizes)
+                self._outbox(channel).put(Message(micro_batch=STANDING, tensors=ends))
 
     def _wait_for(self, message: Message) -> None:
         begin = time.monotonic()
