@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -101,16 +101,24 @@ class Outbox:
 
     Args:
         channel: The channel.
-        route: How its messages travel.
+        post: Starts the send of a tensor to the other end of the channel and returns its handle.
         rank: This rank, its source.
         timeout_s: Longest time the peer may take to accept the oldest message.
         host_wait: True: a thread posts the sends and waits for them; False: the caller posts them, and they are asked,
             now and then, whether they are through.
     """
 
-    def __init__(self, *, channel: Channel, route: Route, rank: int, timeout_s: float, host_wait: bool) -> None:
+    def __init__(
+        self,
+        *,
+        channel: Channel,
+        post: Callable[[Tensor], dist.Work | None],
+        rank: int,
+        timeout_s: float,
+        host_wait: bool,
+    ) -> None:
         self._channel = channel
-        self._route = route
+        self._post_tensor = post
         self._rank = rank
         self._timeout_s = timeout_s
         self._host_wait = host_wait
@@ -209,9 +217,7 @@ class Outbox:
                 self._changed.notify_all()
 
     def _post(self, message: Message) -> None:
-        for tensor in message.tensors:
-            work = dist.isend(tensor, self._channel.destination, group=self._route.group, tag=self._route.tag)
-            message.works.append(kept(work))
+        message.works.extend(kept(self._post_tensor(tensor)) for tensor in message.tensors)
 
     def _explain(self, message: Message, waited_s: float, error: Exception) -> LinkError:
         failure = link_failure(

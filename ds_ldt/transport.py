@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -316,9 +317,10 @@ class Transport:
 
     def _outbox(self, channel: Channel) -> Outbox:
         if channel not in self._outboxes:
+            route = self._groups.routes[channel]
             self._outboxes[channel] = Outbox(
                 channel=channel,
-                route=self._groups.routes[channel],
+                post=partial(dist.isend, dst=channel.destination, group=route.group, tag=route.tag),
                 rank=self._rank,
                 timeout_s=self._timeout_s,
                 host_wait=self._groups.host_wait,

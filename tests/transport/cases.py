@@ -277,7 +277,8 @@ def dead_peer() -> tuple[list[str], float]:
     link.begin_step(_expect([incoming], 4))
     begin = time.monotonic()
     said = [error_of(link.receive, incoming, 0)]
-    said += [error_of(link.send, out, 0, message(out, 0))]
+    link.send(out, 0, message(out, 0))
+    said += [error_of(link._outboxes[out].drain)]
     took = time.monotonic() - begin
     link.abort()
     return said, took
@@ -299,3 +300,32 @@ def abort_while_others_wait() -> tuple[str, float]:
         said = error_of(link.receive, incoming, 0)
         link.abort()
     return said, time.monotonic() - begin
+
+
+def steps_that_open_at_once(lengths: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """Steps whose first messages are awaited beforehand: of the same, smaller, larger sizes, and fewer of them.
+
+    Returns the number of standing receives and of spent ones on rank 1 when each step has begun.
+    """
+    link, opening, other = transport(schema=MIXED, receive_window=2), channel(0, 0), channel(0, 2)
+    found, flags = [], torch.ones(2, dtype=torch.int8)
+    for step, sizes in enumerate(lengths):
+        payloads = [(torch.full((size,), float(100 * step + m)), flags) for m, size in enumerate(sizes)]
+        signatures = [signature_of(payload) for payload in payloads]
+        first = {opening: signatures[:3]}
+        if dist.get_rank() == 0:
+            link.begin_step({}, first)
+            for micro_batch, payload in enumerate(payloads):
+                link.send(opening, micro_batch, payload)
+                link.send(other, micro_batch, payload)
+        else:
+            link.begin_step({c: list(enumerate(signatures)) for c in (opening, other)}, first)
+            inbox = link._inboxes[opening]
+            found.append((len(inbox.standing), len(inbox.spent)))
+            for micro_batch, payload in enumerate(payloads):
+                for incoming in (opening, other):
+                    received = link.receive(incoming, micro_batch)
+                    assert all(torch.equal(*pair) for pair in zip(received, payload, strict=True)), (step, micro_batch)
+        link.end_step()
+    link.close()
+    return found

@@ -84,15 +84,21 @@ class Straw:
         return self.done.is_set()
 
 
-def _message(micro_batch: int, *works: Any) -> Message:
-    return Message(micro_batch=micro_batch, tensors=(torch.zeros(1),), works=list(works))
+def _outbox(handles: list[Straw], *, host_wait: bool) -> Outbox:
+    """An outbox whose sends get these handles, in order."""
+    left = iter(handles)
+    return Outbox(channel=CHANNELS[0], post=lambda _: next(left), rank=0, timeout_s=5, host_wait=host_wait)
+
+
+def _message(micro_batch: int, num_tensors: int = 1) -> Message:
+    return Message(micro_batch=micro_batch, tensors=(torch.zeros(1),) * num_tensors)
 
 
 def test_an_outbox_lets_go_in_order_as_its_sends_end() -> None:
-    outbox = Outbox(channel=CHANNELS[0], rank=0, timeout_s=5, host_wait=True)
     first, second = Straw(), Straw()
-    outbox.put(_message(0, first))
-    outbox.put(_message(1, second))
+    outbox = _outbox([first, second], host_wait=True)
+    outbox.put(_message(0))
+    outbox.put(_message(1))
     second.done.set()
     assert len(outbox) == 2
     first.done.set()
@@ -104,22 +110,30 @@ def test_an_outbox_lets_go_in_order_as_its_sends_end() -> None:
 
 
 def test_an_outbox_keeps_the_first_failure_and_shows_it_at_the_next_occasion() -> None:
-    outbox = Outbox(channel=CHANNELS[0], rank=0, timeout_s=5, host_wait=True)
-    outbox.put(_message(4, Straw(), Straw(RuntimeError("Timed out waiting 5000ms"))))
-    outbox._pending[0].works[0].done.set()  # type: ignore[attr-defined]
-    for occasion in (outbox.drain, outbox.check):
+    through = Straw()
+    through.done.set()
+    outbox = _outbox([through, Straw(RuntimeError("Timed out waiting 5000ms"))], host_wait=True)
+    outbox.put(_message(4, num_tensors=2))
+    for occasion in (outbox.drain, outbox.check, lambda: outbox.put(_message(5))):
         with pytest.raises(LinkError, match=r"rank 1 was silent.*micro_batch 4 of the activation"):
             occasion()
 
 
+def test_an_outbox_says_so_when_a_send_cannot_even_be_posted() -> None:
+    outbox = _outbox([], host_wait=True)
+    outbox.put(_message(2))
+    with pytest.raises(LinkError, match=r"rank 1 is gone.*micro_batch 2 of the activation"):
+        outbox.drain()
+
+
 def test_an_outbox_whose_device_waits_asks_and_never_starts_a_thread() -> None:
     before = threading.active_count()
-    outbox = Outbox(channel=CHANNELS[0], rank=0, timeout_s=5, host_wait=False)
     works = [Straw(), Straw(), Straw()]
-    outbox.put(_message(0, works[0]))
-    outbox.put(_message(1, works[1]))
+    outbox = _outbox(works, host_wait=False)
+    outbox.put(_message(0))
+    outbox.put(_message(1))
     works[0].done.set()
-    outbox.put(_message(2, works[2]))
+    outbox.put(_message(2))
     assert [message.micro_batch for message in outbox._pending] == [1, 2]
     works[1].done.set()
     works[2].done.set()

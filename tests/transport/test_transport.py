@@ -20,6 +20,13 @@ def test_S10_every_handle_is_waited_for_over_a_hundred_steps(groups: GroupPool) 
     groups.run(3, f"{CASES}:deep_and_interleaved", "tags", 3, 3, 100, deadline_s=120)
 
 
+def test_S05_receives_posted_before_their_step_take_what_comes_whatever_its_size(groups: GroupPool) -> None:
+    lengths = [(5, 5, 5, 5), (5, 5, 5, 5), (4, 3, 0, 9), (6, 1, 1, 1), (6, 1), (7, 2, 2), (1, 1, 1, 1, 1)]
+    _, found = groups.run(2, f"{CASES}:steps_that_open_at_once", lengths)
+    # Three stand at the end of a step of three messages or more; two of them are in use as soon as the next begins.
+    assert found == [(0, 0), (1, 0), (1, 0), (0, 3), (0, 3), (0, 2), (1, 0)]
+
+
 def test_S52_the_gradients_of_each_stream_are_those_of_its_own_activations(groups: GroupPool) -> None:
     groups.run(4, f"{CASES}:streams_of_constants", 12)
 
