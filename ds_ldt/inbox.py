@@ -96,8 +96,8 @@ class Inbox:
         """
         if not self.expected:
             sizes, self.opening = self.opening, ()
-            for message in sizes:
-                self.standing.append(self._post(STANDING, [((size,), torch.uint8) for size in message]))
+            for one in sizes:
+                self.standing.append(self._post(STANDING, [((size,), torch.uint8) for size in one]))
             return
         micro_batch, signature = self.expected[0]
         if self.standing:
