@@ -13,7 +13,7 @@ from tests.benchmarks.delay import InProcessLink
 from tests.benchmarks.link import Direction, Link, namespace
 from tests.benchmarks.peers import ROWS, Row
 from tests.benchmarks.setting import Setup
-from tests.benchmarks.work import Stopwatch, TimedCell, TimedLayer
+from tests.benchmarks.work import Stopwatch, TimedCell
 
 TINY = Setup(layer_s=0.002, cloud_layers=2, num_micro_batches=6, message_bytes=4096)
 
@@ -30,7 +30,7 @@ def test_every_row_holds_the_same_layers(cells: list[int]) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_backward_takes_twice_the_time_of_the_forward(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stopwatch, "worked_s", 0.0)
-    layer, inputs = TimedLayer(0.001, first), torch.ones(2, 3, requires_grad=not first)
+    layer, inputs = TimedCell(Setup(layer_s=0.0005), 2, first), torch.ones(2, 3, requires_grad=not first)
     output = layer(inputs)
     assert Stopwatch.worked_s == pytest.approx(0.001)
     output.sum().backward()
@@ -115,6 +115,16 @@ def measure(rows: list[Row], *, over_link: bool) -> None:
     for row in rows:
         assert cells[row.name, 2.0].step_s > 0.9 * wan.bound(TINY, 0.0, 1)
     assert f"| {rows[0].name} |" in wan.table(rows, TINY, [2.0], cells)
+
+
+def test_the_table_takes_its_place_in_a_document(tmp_path) -> None:
+    document = tmp_path / "README.md"
+    document.write_text(f"before\n{wan.BEGIN}\nold\n{wan.END}\nafter\n")
+    wan.put_into(document, "| new |")
+    assert document.read_text() == f"before\n{wan.BEGIN}\n\n| new |\n\n{wan.END}\nafter\n"
+    document.write_text("no place")
+    with pytest.raises(ValueError, match="wan.py begins"):
+        wan.put_into(document, "| new |")
 
 
 @pytest.mark.distributed

@@ -34,6 +34,8 @@ from tests.harness import GroupSession
 _BUILD_DEADLINE_S = 180.0
 _GRACE_S = 10.0
 _MODULE = "tests.benchmarks.peers"
+BEGIN, END = "<!-- wan.py begins -->", "<!-- wan.py ends -->"
+"""What the table stands between in a document that shows it."""
 
 
 @dataclass(slots=True)
@@ -213,6 +215,19 @@ def machine() -> str:
     return f"{os.cpu_count()} cores ({model}), load at the end {load} (1, 5, 15 minutes)"
 
 
+def put_into(document: Path, text: str) -> None:
+    """Replace what stands between `BEGIN` and `END` in a document.
+
+    Raises:
+        ValueError: It has no such place.
+    """
+    before, begin, rest = document.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{document} has no lines {BEGIN} and {END}")
+    document.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
 def say(text: str) -> None:
     """Progress, on standard error."""
     sys.stderr.write(f"[{time.strftime('%H:%M:%S')}, load {os.getloadavg()[0]:.1f}] {text}\n")
@@ -231,6 +246,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=32)
     parser.add_argument("--mbps", type=float, default=1000.0, help="of the link, each way")
     parser.add_argument("--json", type=Path, help="also write every step time there")
+    parser.add_argument("--into", type=Path, help="also put the table into this document, e.g. README.md")
     return parser.parse_args(argv)
 
 
@@ -258,6 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         *notes,
     ]
     sys.stdout.write("\n".join(lines) + "\n")
+    if options.into is not None:
+        put_into(options.into, "\n".join(lines))
     if options.json is not None:
         found = {f"{name} @ {ratio:g}": cell.steps_s for (name, ratio), cell in cells.items()}
         options.json.write_text(json.dumps(found, indent=1))
