@@ -88,6 +88,7 @@ class ScheduleConfig(_Section):
             Only its ratio to the latency matters: too low a value plans for more micro-batches in flight than needed.
         split_backward: Run the backwards of the cloud in two halves: the gradients of the inputs first, which the next
             rank waits for; those of the weights when there is nothing else to do.
+        measure_steps: First training steps that "auto" measures before it plans anew; 0 keeps the plan of the hints.
     """
 
     policy: Literal["ldt_1f1b", "closed_form", "greedy", "auto"] = Field(
@@ -100,6 +101,7 @@ class ScheduleConfig(_Section):
     )
     layer_forward_ms: ByModality = Field(default=2.0, description=f"milliseconds, a number > 0, {_EACH}", examples=[2])
     split_backward: bool = Field(default=False, description="true or false", examples=["true"])
+    measure_steps: int = Field(default=3, ge=0, description="a whole number >= 0", examples=[3])
 
     @field_validator("layer_activation_mb", "layer_forward_ms", mode="before")
     @classmethod
@@ -165,6 +167,7 @@ class LDTConfig(_Section):
         loss_reduction: Mean over target tokens or over micro-batches; None for the model's default ("token" for
             Hugging Face models, "micro_batch" for lists of layers).
         freeze: Names of parts of the model that are not trained; which there are, the model says.
+        measured_costs: File into which rank 0 writes what "auto" measured, for `ds-ldt plan --costs`; None for none.
         trace: Which steps are recorded for `ds-ldt draw --trace` and Perfetto; None for none.
     """
 
@@ -185,6 +188,9 @@ class LDTConfig(_Section):
     )
     freeze: list[str] = Field(
         default=[], description="a list of names of parts of the model", examples=['["vision_encoder"]']
+    )
+    measured_costs: str | None = Field(
+        default=None, min_length=1, description="the path of a file, or null", examples=["costs.json"]
     )
     trace: TraceConfig | None = Field(
         default=None, description=f"{_SECTION}, or null", examples=['{"path": "trace", "steps": [3, 4]}']

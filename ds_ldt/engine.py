@@ -7,8 +7,10 @@ the loss; ``BackwardPass`` and ``SendGrad`` retrace the way; ``ReduceGrads`` and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_ldt import checkpointing
+from ds_ldt.calibration import Calibration
 from ds_ldt.data import build_dataloader
 from ds_ldt.deferred import WeightLedger
 from ds_ldt.errors import ConfigError, LinkError
@@ -31,7 +34,9 @@ from ds_ldt.intake import Intake, Step
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.optimizer import LDTBF16Optimizer
 from ds_ldt.plan import Channel, PipelineShape, Plan, build_plan
-from ds_ldt.plan.hints import known_from_config, limits_from
+from ds_ldt.plan.hints import costs_document, known_from_config, limits_from
+from ds_ldt.plan.measured import describe, find
+from ds_ldt.plan.policies import AUTO
 from ds_ldt.recording import Recording
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
 from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule, WeightPass
@@ -41,6 +46,12 @@ from ds_ldt.transport import StreamGroups, Transport
 from ds_ldt.wire import WireGuard, signature_of
 
 ScheduleType = TypeVar("ScheduleType", bound=LDTSchedule)
+
+_WHILE_MEASURING = "closed_form"
+"""The policy of the steps that "auto" measures: it fits the link as the hints describe it, and is planned at once."""
+
+Handlers = dict[type, Callable[..., None]]
+"""Instruction type -> handler."""
 
 
 class LDTPipelineEngine(PipelineEngine):
@@ -81,6 +92,10 @@ class LDTPipelineEngine(PipelineEngine):
 
     def _connect(self) -> None:
         """Create the channels of both flows, after agreeing which boundaries carry gradients."""
+        schedule = self.job.ldt.schedule
+        measures = schedule.policy == AUTO and schedule.measure_steps > 0
+        self._calibration = Calibration(self.global_rank, schedule.measure_steps) if measures else None
+        self._known = known_from_config(self.job, self.module.layout)
         with bounded("ds_ldt.initialize", self.grid):
             self._gradient_boundaries = self._agree_on_gradient_boundaries()
             plan = self._plan(self.micro_batches, training=True)
@@ -96,7 +111,7 @@ class LDTPipelineEngine(PipelineEngine):
             groups=groups,
             device=self.device,
             timeout_s=self.job.ldt.timeout_s,
-            receive_window=max(self.num_stages + 1, plan.peak_in_flight(self.global_rank)),
+            receive_window=self._receive_window(plan),
             guard=guard,
         )
         tracer = ShapeTracer(
@@ -130,11 +145,12 @@ class LDTPipelineEngine(PipelineEngine):
     def describe(self) -> str:
         """One line about the job: layout, sizes, schedule."""
         job, layout = self.job, self.module.layout
+        measuring = "" if self._calibration is None else f" for {job.ldt.schedule.measure_steps} steps of measuring"
         return (
             f"pipeline_num_layers {layout.configured} over {layout.num_stages} stages, "
             f"D = {job.num_domains} domains on E = {job.num_replicas} edge replicas, "
             f"M = {self.micro_batches} micro-batches of {self.micro_batch_size}, "
-            f"schedule {self._train_schedule().plan.policy}, loss per {self.module.loss_reduction}"
+            f"schedule {self._train_schedule().plan.policy}{measuring}, loss per {self.module.loss_reduction}"
         )
 
     # -- what DeepSpeed asks of a pipeline engine -------------------------------------------------------------------
@@ -209,14 +225,38 @@ class LDTPipelineEngine(PipelineEngine):
             gradient_boundaries=self._gradient_boundaries,
             split_backward=self.job.ldt.schedule.split_backward,
         )
-        known = known_from_config(self.job, self.module.layout)
         return build_plan(
             shape,
-            policy=self.job.ldt.schedule.policy,
+            policy=self.job.ldt.schedule.policy if self._calibration is None else _WHILE_MEASURING,
             training=training,
-            costs=known.costs,
-            max_in_flight=limits_from(self.job, shape, known),
+            costs=self._known.costs,
+            max_in_flight=limits_from(self.job, shape, self._known),
         )
+
+    def _receive_window(self, plan: Plan) -> int:
+        return max(self.num_stages + 1, plan.peak_in_flight(self.global_rank))
+
+    def _plan_with_what_was_measured(self, calibration: Calibration) -> None:
+        """Replace hints by measured costs, on all ranks alike; the next step runs another plan."""
+        before = self._plan(self.micro_batches, training=True)
+        with bounded("train_batch (exchange of what was measured)", self.grid):
+            readings, times = calibration.share(before.shape, self.grid, self.device)
+        findings = find(before.shape, readings, times, hints=self._known)
+        self._known, self._calibration = findings.known, None
+        after = self._plan(self.micro_batches, training=True)
+        self.transport.set_receive_window(self._receive_window(after))
+        if self.global_rank == 0:
+            logger.info(f"ds_ldt {describe(findings, before=before, after=after)}")
+            self._write_costs()
+
+    def _write_costs(self) -> None:
+        path = self.job.ldt.measured_costs
+        if path is None:
+            return
+        try:
+            Path(path).write_text(json.dumps(costs_document(self._known), indent=2) + "\n")
+        except OSError as error:  # training does not depend on it
+            logger.warning(f"ldt.measured_costs: nothing was written, {error}")
 
     def _train_schedule(self) -> LDTTrainSchedule:
         return self._schedule_of(self._plan(self.micro_batches, training=True), LDTTrainSchedule)
@@ -258,6 +298,8 @@ class LDTPipelineEngine(PipelineEngine):
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()  # the parent has started it; the caller may go on with new data
             raise
+        if self._calibration is not None and self._calibration.is_over:
+            self._plan_with_what_was_measured(self._calibration)
         return loss
 
     def eval_batch(
@@ -417,7 +459,7 @@ class LDTPipelineEngine(PipelineEngine):
         self._step = self.intake.open(plan, self.data_iterator)
         try:
             self.transport.begin_step(self.intake.receives(self._step), self.intake.opening(self._step))
-            with self._recorded(plan):
+            with self._observed(self._step):
                 self._execute(pipe_schedule)
             self.transport.end_step()
         except BaseException:
@@ -432,19 +474,29 @@ class LDTPipelineEngine(PipelineEngine):
                 handlers[type(command)](self, **command.kwargs)
 
     @contextmanager
-    def _recorded(self, plan: Plan) -> Iterator[None]:
+    def _observed(self, step: Step) -> Iterator[None]:
+        """Around the instructions of a step: time them while steps are measured, record those that are traced."""
+        plain = self._INSTRUCTION_MAP
+        handlers: Handlers = plain
+        if self._calibration is not None and step.plan.training:
+            handlers = self._calibration.wrap(handlers, step)
+        with self._recorded(step.plan, handlers) as recorded:
+            self._INSTRUCTION_MAP = recorded
+            try:
+                yield
+            finally:
+                self._INSTRUCTION_MAP = plain
+
+    @contextmanager
+    def _recorded(self, plan: Plan, handlers: Handlers) -> Iterator[Handlers]:
         """Record the training steps that ``ldt.trace`` names, and write them when the last of them is over."""
         wanted, step = self.job.ldt.trace, self.global_steps + 1
         if wanted is None or not plan.training or not wanted.steps[0] <= step <= wanted.steps[1]:
-            yield
+            yield handlers
             return
         if self._recording is None:
             self._recording = Recording(self.global_rank, plan.shape.describe_rank(self.global_rank))
-        self._INSTRUCTION_MAP = self._recording.wrap(type(self)._INSTRUCTION_MAP, step=step)
-        try:
-            yield
-        finally:
-            del self._INSTRUCTION_MAP
+        yield self._recording.wrap(handlers, step=step)
         if step == wanted.steps[1]:
             self._recording.write(wanted.path)
 

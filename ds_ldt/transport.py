@@ -177,6 +177,10 @@ class Transport:
         self._standing: dict[Channel, Sizes] = {}
         self._closed = False
 
+    def set_receive_window(self, receive_window: int) -> None:
+        """Changes how many receives of each channel are posted ahead, at least 1, from the next step on."""
+        self._receive_window = receive_window
+
     def begin_step(
         self,
         receives: Mapping[Channel, Sequence[tuple[int, Signature]]],

@@ -182,8 +182,9 @@ class WireSchema:
             lines += _statement(title, declared)
         lines += [
             "Besides, the sites exchange the shapes of the micro-batches at the start of a step, the mean loss and",
-            "the gradient norm at its end, and once the settings that they must share. Samples, token ids, labels,",
-            "pixels, file names and the weights of the edge stay there, unless a line above declares them.",
+            "the gradient norm at its end, and once the settings that they must share and how long layers and",
+            "messages take. Samples, token ids, labels, pixels, file names and the weights of the edge stay there,",
+            "unless a line above declares them.",
             "What this does not promise: activations and gradients depend on the samples. A cloud operator who knows",
             "the base model can, with effort, recover much of the samples from them, even behind several edge layers.",
         ]

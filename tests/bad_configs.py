@@ -238,6 +238,16 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
         )
     ),
     (
+        "measure_steps_negative",
+        {"ldt.schedule.measure_steps": -1},
+        ["ldt.schedule.measure_steps: found -1, expected a whole number >= 0", '"measure_steps": 3'],
+    ),
+    (
+        "measured_costs_empty",
+        {"ldt.measured_costs": ""},
+        ['ldt.measured_costs: found "", expected the path of a file'],
+    ),
+    (
         "timeout_is_text",
         {"ldt.timeout_s": "300"},
         ['ldt.timeout_s: found "300", expected seconds', '"timeout_s": 300'],

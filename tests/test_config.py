@@ -75,6 +75,7 @@ def test_settings_left_out_have_the_documented_values() -> None:
     assert (ldt.schedule.policy, ldt.schedule.max_in_flight, ldt.schedule.split_backward) == ("auto", None, False)
     assert (ldt.schedule.memory_gb, ldt.schedule.layer_activation_mb, ldt.schedule.layer_forward_ms) == (None, None, 2)
     assert (ldt.link.latency_ms, ldt.link.bandwidth_mbps, ldt.link.message_mb) == (20.0, 1000.0, 1.0)
+    assert (ldt.schedule.measure_steps, ldt.measured_costs) == (3, None)
     assert ldt.timeout_s == 300.0
     assert (ldt.allow_exposed_edge, ldt.loss_reduction, ldt.trace) == (False, None, None)
 
@@ -91,12 +92,14 @@ def test_every_ldt_setting_is_read() -> None:
             "layer_activation_mb": 40,
             "layer_forward_ms": 0.5,
             "split_backward": True,
+            "measure_steps": 0,
         },
         "link": {"latency_ms": 0, "bandwidth_mbps": 0, "message_mb": 12.5},
         "timeout_s": 1.5,
         "allow_exposed_edge": True,
         "loss_reduction": "micro_batch",
         "freeze": ["vision_encoder"],
+        "measured_costs": "costs.json",
         "trace": {"path": "trace", "steps": [3, 4]},
     }
     ldt = load_config({"train_batch_size": 8, "ldt": section}).ldt

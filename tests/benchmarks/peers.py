@@ -187,7 +187,8 @@ def _ds_ldt(row: Row, setup: Any, latency_s: float) -> Callable[[], Any]:
         "ldt": {
             "pipeline_num_layers": setup.matrix,
             "cloud": {"data_parallel_size": row.domains},
-            "schedule": {"policy": row.policy, "layer_forward_ms": setup.layer_s * 1e3 or 1.0},
+            # The hints are true, and every policy is compared with the same ones.
+            "schedule": {"policy": row.policy, "layer_forward_ms": setup.layer_s * 1e3 or 1.0, "measure_steps": 0},
             "link": {
                 "latency_ms": latency_s * 1e3,
                 "bandwidth_mbps": setup.mbps,

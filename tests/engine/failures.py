@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ldt
+from ds_ldt.announcement import short_fingerprint
 from tests.engine.cases import config, layout, toy_engine, toy_module
 from tests.toy import Block, Head, Points, Stem
 
@@ -43,6 +45,19 @@ def other_program_order() -> tuple[str, str, float]:
     engine = toy_engine(config(layout(2, 2), timeout_s=5))
     batch = (torch.zeros(2, 4), torch.zeros(2, 3))
     return outcome(lambda: engine.eval_batch(iter([batch] * 8)) if dist.get_rank() == 0 else engine.train_batch())
+
+
+def other_costs() -> tuple[tuple[str, str, float], str]:
+    """Rank 1 plans for another link than rank 0; what it is told, and the fingerprint of its plan."""
+    engine = toy_engine(config(layout(2, 2), timeout_s=5))
+    engine.train_batch()
+    if dist.get_rank() == 1:
+        near = replace(engine._known.costs, latency=0.0, message_bytes=0)
+        engine._known = replace(engine._known, costs=near)
+    fingerprint = engine._train_schedule().plan.fingerprint
+    result = outcome(engine.train_batch)
+    engine.transport.abort()  # as the end of the process would
+    return result, f"{short_fingerprint(fingerprint):x}"
 
 
 class LeakingStem(nn.Module):

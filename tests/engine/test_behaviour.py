@@ -249,7 +249,8 @@ def test_S29_bf16_steps_are_close_to_fp32_steps(groups: GroupPool, sizes: dict[s
 
 
 def test_S33_what_a_rank_holds_does_not_grow_with_the_number_of_micro_batches(groups: GroupPool) -> None:
-    near = {"link": {"latency_ms": 1}, "schedule": {"layer_forward_ms": 1}}  # a far link wants more in flight
+    # A far link wants more in flight, and so does the plan that measured steps run.
+    near = {"link": {"latency_ms": 1}, "schedule": {"layer_forward_ms": 1, "measure_steps": 0}}
     few = run(groups, 2, "count_live_buffers", config(layout(2, 2), num_micro_batches=12, ldt=near))
     many = run(groups, 2, "count_live_buffers", config(layout(2, 2), num_micro_batches=48, ldt=near))
     assert many == few
@@ -320,7 +321,7 @@ def test_timers_and_prints_of_deepspeed_keep_working(groups: GroupPool) -> None:
 
 
 def test_a_trace_holds_what_each_rank_did_in_the_chosen_steps(groups: GroupPool, tmp_path: Path) -> None:
-    halves = {"schedule": {"split_backward": True}}
+    halves = {"schedule": {"split_backward": True, "measure_steps": 0}}
     trace = {"trace": {"path": str(tmp_path), "steps": [2, 3]}}
     plain, traced = (config(layout(2, 2), num_domains=2, ldt=halves | more) for more in ({}, trace))
     (expected, _), *_ = run(groups, 3, "train_traced", plain, 4)

@@ -26,6 +26,17 @@ def test_S12_a_call_made_by_one_rank_only_ends_in_a_bounded_error(method: str, t
     assert "every rank" in (edge[1] + cloud[1]).lower()
 
 
+def test_a_rank_that_plans_with_other_costs_is_told_both_fingerprints_before_its_first_instruction(
+    groups: GroupPool,
+) -> None:
+    (edge, planned_there), (cloud, planned_here) = groups.run(2, TARGETS + "other_costs", deadline_s=60)
+    assert (edge[0], cloud[0]) == ("LinkError", "LinkError")
+    assert f"fingerprint of the plan: rank 0 has {planned_there}, rank 1 has {planned_here}" in cloud[1]
+    assert planned_there != planned_here
+    assert "rank 1 is gone or closed the connection" in edge[1]
+    assert cloud[2] < 3
+
+
 def test_S12_a_rank_in_another_call_is_told_both_calls(groups: GroupPool) -> None:
     _, cloud = groups.run(2, TARGETS + "other_program_order", deadline_s=60)
     kind, message, seconds = cloud

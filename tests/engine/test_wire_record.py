@@ -7,7 +7,8 @@ from tests.harness import GroupPool
 
 
 def test_token_ids_and_labels_are_in_no_message_of_any_rank(groups: GroupPool) -> None:
-    settings = config([[1, 1], [1, 0]], num_micro_batches=4)
+    measuring = {"schedule": {"measure_steps": 1}}  # what was measured is sent too
+    settings = config([[1, 1], [1, 0]], num_micro_batches=4, ldt=measuring)
     edge, cloud = groups.run(2, "tests.engine.wire_record:train_and_record", settings, deadline_s=90)
     for rank in (edge, cloud):
         assert rank["control"], "the search finds nothing at all"

@@ -1,0 +1,174 @@
+"""Times the first training steps of a rank, and lets all ranks know what all of them found.
+
+A measured step runs as any other: its instructions are timed, nothing is sent besides. What takes messages comes once,
+between the last measured step and the next: some messages between the leaders of the sites, and one sum over all
+ranks. The messages of a step would tell of the link only where their receiver had been waiting for them, with the
+receive posted long before, and that is what a good plan avoids.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_ldt.grid import LDTPipelineGrid
+from ds_ldt.intake import Step
+from ds_ldt.outbox import kept
+from ds_ldt.plan import Op, PipelineShape
+from ds_ldt.plan.measured import Duration, LinkTimes, Readings, Size, asked_of
+from ds_ldt.reduce import sum_over_sites
+from ds_ldt.schedule import Key
+from ds_ldt.wire import Signature
+
+_PINGS, _PING_BYTES = 10, 8
+_TRAIN, _WAGON_BYTES = 10, 512 * 1024
+"""Messages of a train, and bytes of one."""
+
+_OP = {"ForwardPass": Op.FORWARD, "BackwardPass": Op.BACKWARD, "WeightPass": Op.WEIGHT}
+
+Handler = Callable[..., None]
+
+
+class Calibration:
+    """The measurement of one rank.
+
+    Args:
+        rank: this rank.
+        num_steps: training steps to measure, at least 1. Where there are several the first one is left out: it
+            allocates, compiles and warms up.
+    """
+
+    def __init__(self, rank: int, num_steps: int) -> None:
+        self._rank = rank
+        self._num_steps = num_steps
+        self._num_begun = 0
+        self._times: defaultdict[tuple[int, Op], list[int]] = defaultdict(list)
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step to measure has begun; asked between steps."""
+        return self._num_begun >= self._num_steps
+
+    def wrap(self, handlers: Mapping[type, Handler], step: Step) -> dict[type, Handler]:
+        """Make handlers for the next training step that do the same and time its computes.
+
+        On an accelerator those then wait for the device, so that the time is that of their own work; a measured step
+        is slower than others.
+
+        Args:
+            handlers: instruction type -> handler.
+            step: the step that they are for.
+        """
+        self._num_begun += 1
+        if self._num_begun == 1 < self._num_steps:
+            return dict(handlers)
+        for signatures in step.signatures.values():
+            for boundary, signature in enumerate(signatures):
+                self._sizes[boundary] = max(_bytes_of(signature), self._sizes.get(boundary, 0))
+        return {
+            kind: self._timed(_OP[kind.__name__], handler) if kind.__name__ in _OP else handler
+            for kind, handler in handlers.items()
+        }
+
+    def _timed(self, op: Op, handler: Handler) -> Handler:
+        def handle(engine: Any, *, key: Key, **kwargs: Any) -> None:
+            get_accelerator().synchronize()
+            begin = time.perf_counter_ns()
+            handler(engine, key=key, **kwargs)
+            get_accelerator().synchronize()
+            self._times[key.virtual_stage, op].append(time.perf_counter_ns() - begin)
+
+        return handle
+
+    def share(
+        self, shape: PipelineShape, grid: LDTPipelineGrid, device: torch.device | str
+    ) -> tuple[Readings, LinkTimes]:
+        """Measure the link, and exchange all that was measured. Every rank of both sites calls it.
+
+        Args:
+            shape: the shape that was measured.
+            grid: the groups.
+            device: where the groups want their tensors.
+
+        Returns:
+            The readings of all ranks, and the times that the leaders took; bit-equal everywhere.
+        """
+        asked, own = asked_of(shape), self._readings()
+        there, back = [0] * _TRAIN, [0] * _TRAIN
+        pings = [0] * _PINGS
+        if grid.is_site_leader:
+            pings = _round_trips(grid, device)
+            there = _train(grid, device, source="edge")
+            back = _train(grid, device, source="cloud")
+        numbers = [*(own.get(name, 0) for name in asked), *pings, *there, *back]
+        values = torch.tensor(numbers, dtype=torch.int64, device=device)
+        summed = iter(sum_over_sites(values, grid).tolist())
+        readings = {name: next(summed) for name in asked}
+        return readings, LinkTimes(
+            round_trips=tuple(islice(summed, _PINGS)),
+            arrivals=(tuple(islice(summed, _TRAIN)), tuple(islice(summed, _TRAIN))),
+            num_bytes=_WAGON_BYTES,
+        )
+
+    def _readings(self) -> dict[Duration | Size, int]:
+        return {
+            **{Duration(self._rank, *what): round(statistics.median(times)) for what, times in self._times.items()},
+            **{Size(self._rank, boundary): num_bytes for boundary, num_bytes in self._sizes.items()},
+        }
+
+
+def _round_trips(grid: LDTPipelineGrid, device: torch.device | str) -> list[int]:
+    """Nanoseconds of round trips of a small message between the leaders, on the edge; zeros in the cloud.
+
+    Both have their next receive posted by the time a message comes for it, which is what gloo asks for, and both send
+    and receive in turn, as backends ask that serialise a group. The first round trip opens the way and is not counted.
+    """
+    edge, cloud = grid.site_leaders
+    there, back = (torch.zeros(_PING_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    times = []
+    for _ in range(_PINGS + 1):
+        begin = time.perf_counter_ns()
+        if grid.site == "edge":
+            sending = kept(dist.isend(there, cloud, group=grid.leader_group))
+            dist.recv(back, cloud, group=grid.leader_group)
+            sending.wait()
+        else:
+            dist.recv(there, edge, group=grid.leader_group)
+            dist.send(back, edge, group=grid.leader_group)
+        get_accelerator().synchronize()
+        times.append(time.perf_counter_ns() - begin)
+    return times[1:] if grid.site == "edge" else [0] * _PINGS
+
+
+def _train(grid: LDTPipelineGrid, device: torch.device | str, *, source: str) -> list[int]:
+    """Send large messages one behind the other; nanoseconds at which each has arrived, at the receiver, else zeros.
+
+    Twice, and the second time counts: TCP sends slowly at first on a long way.
+    """
+    edge, cloud = grid.site_leaders
+    sends, peer = grid.site == source, cloud if grid.site == "edge" else edge
+    transfer = dist.isend if sends else dist.irecv
+    times: list[int] = []
+    begin = time.perf_counter_ns()
+    for _ in range(2):
+        buffers = [torch.zeros(_WAGON_BYTES, dtype=torch.uint8, device=device) for _ in range(_TRAIN)]
+        works = [kept(transfer(buffer, peer, group=grid.leader_group)) for buffer in buffers]
+        times.clear()
+        for work in works:
+            work.wait()
+            get_accelerator().synchronize()
+            times.append(time.perf_counter_ns() - begin)
+    return [0] * _TRAIN if sends else times
+
+
+def _bytes_of(signature: Signature) -> int:
+    return sum(one.numel * one.dtype.itemsize for one in signature)
