@@ -49,14 +49,14 @@ def other_program_order() -> tuple[str, str, float]:
 
 def other_costs() -> tuple[tuple[str, str, float], str]:
     """Rank 1 plans for another link than rank 0; what it is told, and the fingerprint of its plan."""
-    engine = toy_engine(config(layout(2, 2), timeout_s=5))
+    engine = toy_engine(config(layout(2, 2), timeout_s=3))
     engine.train_batch()
     if dist.get_rank() == 1:
         near = replace(engine._known.costs, latency=0.0, message_bytes=0)
         engine._known = replace(engine._known, costs=near)
     fingerprint = engine._train_schedule().plan.fingerprint
     result = outcome(engine.train_batch)
-    engine.transport.abort()  # as the end of the process would
+    engine.transport.abort()
     return result, f"{short_fingerprint(fingerprint):x}"
 
 
