@@ -49,7 +49,7 @@ def other_program_order() -> tuple[str, str, float]:
 
 def other_costs() -> tuple[tuple[str, str, float], str]:
     """Rank 1 plans for another link than rank 0; what it is told, and the fingerprint of its plan."""
-    engine = toy_engine(config(layout(2, 2), timeout_s=3))
+    engine = toy_engine(config(layout(2, 2), timeout_s=12))
     engine.train_batch()
     if dist.get_rank() == 1:
         near = replace(engine._known.costs, latency=0.0, message_bytes=0)

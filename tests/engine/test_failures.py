@@ -34,7 +34,7 @@ def test_a_rank_that_plans_with_other_costs_is_told_both_fingerprints_before_its
     assert f"fingerprint of the plan: rank 0 has {planned_there}, rank 1 has {planned_here}" in cloud[1]
     assert planned_there != planned_here
     assert "rank 1" in edge[1]
-    assert cloud[2] < 2, "the cloud went on with another plan"
+    assert cloud[2] < 10, "the cloud waited for its timeout instead of comparing"
 
 
 def test_S12_a_rank_in_another_call_is_told_both_calls(groups: GroupPool) -> None:
