@@ -318,6 +318,7 @@ class Transport:
         self._groups.close()
         for outbox in self._outboxes.values():
             outbox.stop()
+        self._outboxes = {}  # they hold the groups, which close their connections when nobody holds them any more
 
     def _outbox(self, channel: Channel) -> Outbox:
         if channel not in self._outboxes:
