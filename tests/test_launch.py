@@ -243,7 +243,8 @@ START = """
     from torch.distributed import all_reduce, destroy_process_group, get_backend
     total = torch.tensor(float(who.rank + 1))
     all_reduce(total)
-    print(get_backend(), total.item(), flush=True)
+    sys.stdout.write(f"{get_backend()} {total.item()}\\n")  # in one piece, for another process writes too
+    sys.stdout.flush()
     destroy_process_group()
 """
 
