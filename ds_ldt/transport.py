@@ -203,7 +203,7 @@ class Transport:
             if channel.destination != self._rank or channel not in self._groups.routes:
                 raise ScheduleError(f"rank {self._rank} cannot receive: not an inbound channel of it: {channel}")
         self._opening = dict(opening or {}) if self._groups.host_wait else {}
-        for channel in {*receives, *self._inboxes}:
+        for channel in dict.fromkeys([*receives, *self._inboxes]):
             messages = receives.get(channel, ())
             with self._explained(channel, messages[0][0] if messages else STANDING):
                 self._inbox(channel).expect(
