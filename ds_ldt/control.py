@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from ds_ldt.announcement import (
     malformed,
 )
 from ds_ldt.errors import LinkError
-from ds_ldt.outbox import kept, silent_or_gone
+from ds_ldt.outbox import kept, silent_or_gone, wait_within
 from ds_ldt.transport import StreamGroups
 from ds_ldt.wire import WireGuard
 
@@ -147,7 +146,7 @@ class ControlLink:
                     self._wait(work, begin)
 
     def _wait(self, work: dist.Work, begin: float) -> None:
-        work.wait(timedelta(seconds=max(0.001, begin + self._timeout_s - time.monotonic())))
+        wait_within(work, begin, self._timeout_s)
 
     @contextmanager
     def _explained(self, doing: str, peer: int, step: StepId) -> Iterator[None]:

@@ -53,6 +53,11 @@ def kept(work: dist.Work | None) -> dist.Work:
     return work
 
 
+def wait_within(work: dist.Work, begin: float, timeout_s: float) -> None:
+    """Waits for a transfer for what is left of the seconds that began at `begin` on the clock `time.monotonic`."""
+    work.wait(timedelta(seconds=max(0.001, begin + timeout_s - time.monotonic())))
+
+
 def close_posted(works: Iterable[dist.Work]) -> None:
     """Closes the gloo connections that transfers under way use, so that every wait on them ends, here and there.
 
@@ -205,7 +210,7 @@ class Outbox:
                     self._post(message)
                     self._num_posted += 1
                 for work in oldest.works:
-                    work.wait(timedelta(seconds=max(0.001, begin + self._timeout_s - time.monotonic())))
+                    wait_within(work, begin, self._timeout_s)
             except Exception as error:  # also what torch says of a group that has been destroyed meanwhile
                 with self._changed:
                     self._failure = self._failure or self._explain(oldest, time.monotonic() - begin, error)

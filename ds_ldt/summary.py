@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ldt.grid import LDTPipelineGrid
-from ds_ldt.outbox import close_posted, kept
+from ds_ldt.outbox import kept
 
 SUMMARY_SIZE = 8
 """Most numbers of a summary, float32."""
@@ -29,15 +28,9 @@ class StepSummary:
     Args:
         grid: the groups inside the sites.
         group: group for control messages: gloo, on CPU tensors.
-
-    Attributes:
-        sent_at: leaders only: when this rank sent its last summary, in seconds of `time.monotonic`.
-        arrived_at: leaders only: when this rank had the other site's last summary, on the same clock. It is the moment
-            of its arrival if this rank was waiting for it, as the cloud's leader is.
     """
 
     def __init__(self, grid: LDTPipelineGrid, group: dist.ProcessGroup) -> None:
-        self.sent_at = self.arrived_at = 0.0
         self._grid = grid
         self._group = group
         self._posted: tuple[dist.Work, Tensor] | None = None
@@ -64,22 +57,14 @@ class StepSummary:
             dist.broadcast(values, src=grid.site_ranks[0], group=grid.site_group)
         return values
 
-    def close(self) -> None:
-        """Give up the receive that is posted for a next step. Raises nothing."""
-        if self._posted is not None:
-            close_posted([self._posted[0]])
-            self._posted = None
-
     def _swap(self, values: Tensor) -> Tensor:
         assert self._posted is not None, "no summary is expected"
         received, theirs = self._posted
         timeout = timedelta(seconds=self._grid.timeout_s)
         mine = torch.zeros(SUMMARY_SIZE, dtype=torch.float32)
         mine[: values.numel()] = values
-        self.sent_at = time.monotonic()
         sent = kept(dist.isend(mine, self._other_leader, group=self._group, tag=_TAG))
         received.wait(timeout)
-        self.arrived_at = time.monotonic()
         sent.wait(timeout)
         self._post()
         return theirs[: values.numel()]

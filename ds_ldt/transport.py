@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ds_ldt.errors import ConfigError, LinkError, ScheduleError
 from ds_ldt.inbox import STANDING, Inbox, Sizes, fits, standing_sizes
-from ds_ldt.outbox import Message, Outbox, Route, close_posted, link_failure
+from ds_ldt.outbox import Message, Outbox, Route, close_posted, link_failure, wait_within
 from ds_ldt.plan import Channel, Flow
 from ds_ldt.wire import Signature, WireGuard
 
@@ -349,8 +349,7 @@ class Transport:
         begin = time.monotonic()
         for work in message.works:
             if self._groups.host_wait:
-                left = max(0.001, begin + self._timeout_s - time.monotonic())
-                work.wait(timedelta(seconds=left))
+                wait_within(work, begin, self._timeout_s)
             else:
                 work.wait()
 
