@@ -22,6 +22,7 @@ from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.grid import LDTPipelineGrid, LDTTopology
 from ds_ldt.launch import init_distributed, prepare_environment
 from ds_ldt.layout import Layout
+from ds_ldt.recipe import recipe_problems
 from ds_ldt.shapes import Shapes
 from ds_ldt.topology import RankMap
 from ds_ldt.wire import DEFAULT_SCHEMA, WireSchema, WireTensor
@@ -148,7 +149,10 @@ class LDTPipelineModule(PipelineModule):
         return layout
 
     def _check(self) -> None:
-        """Find what is wrong with the layers of this layout before any process group exists."""
+        """Find what is wrong with the recipe and the layers of this layout before any process group exists."""
+        problems = list(recipe_problems(self.job))
+        if problems:
+            raise ConfigError.from_problems(problems)
         self._check_ties()
         self._check_local_layers()
         self._check_loss_reduction()

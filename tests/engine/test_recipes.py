@@ -1,0 +1,161 @@
+"""Any optimizer and scheduler of the JSON, and those that a script brings, train as they would in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime import lr_schedules
+from torch import nn
+
+from ds_ldt.config import load_config
+from ds_ldt.recipe import recipe_problems
+from tests.engine.cases import config, layout
+from tests.engine.parity import assert_parity
+from tests.engine.recipes import DECAYING
+from tests.harness import GroupPool
+from tests.toy import Points, build_unsplit, layer_classes, train_unsplit
+
+TARGETS = "tests.engine.recipes:"
+STEPS = 3
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("Adam", {"lr": 0.01, "torch_adam": True, "adam_w_mode": False, "weight_decay": 0.1}),
+    ("Adagrad", {"lr": 0.05}),
+    ("RMSprop", {"lr": 0.01, "momentum": 0.5}),
+    ("NAdam", {"lr": 0.01}),
+    ("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+]
+SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}),
+    ("WarmupDecayLR", {"total_num_steps": 8, "warmup_max_lr": 0.1, "warmup_num_steps": 2}),
+    ("WarmupCosineLR", {"total_num_steps": 8, "warmup_num_steps": 2}),
+    ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 2, "cycle_momentum": False}),
+    ("LRRangeTest", {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2}),
+    ("CosineAnnealingLR", {"T_max": 4}),
+]
+
+
+class Scheduled:
+    """An optimizer that steps its scheduler after itself, for the oracle, which knows none; keeps the rates."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, rates: list[float]) -> None:
+        self.optimizer, self.scheduler, self.rates = optimizer, scheduler, rates
+
+    def step(self) -> None:
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+def scheduler_of(name: str) -> Any:
+    return getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+
+
+def oracle(settings: dict[str, Any], make: Any) -> tuple[Any, list[float]]:
+    rates: list[float] = []
+    trace = train_unsplit(
+        build_unsplit(layer_classes(4)),
+        Points(96),
+        loss_fn=nn.functional.mse_loss,
+        make_optimizer=lambda parameters: Scheduled(*make(parameters), rates),  # type: ignore[arg-type,return-value]
+        steps=STEPS,
+        num_micro_batches=settings["gradient_accumulation_steps"],
+        num_domains=2,
+        micro_batch_size=settings["train_micro_batch_size_per_gpu"],
+    )
+    return trace, rates
+
+
+def cases() -> list[tuple[str, dict[str, Any], str, Any]]:
+    """(name, configuration, who brings the recipe, what makes the same in one process)."""
+
+    def settings(optimizer: dict[str, Any] | None, scheduler: dict[str, Any] | None = None) -> dict[str, Any]:
+        extra: dict[str, Any] = {} if scheduler is None else {"scheduler": scheduler}
+        made = config([[2, 1], [1, 0]], num_domains=2, num_micro_batches=2, optimizer=None, **extra)
+        return made if optimizer is None else {**made, "optimizer": optimizer}
+
+    found: list[tuple[str, dict[str, Any], str, Any]] = []
+    for name, params in OPTIMIZERS:
+        own = {key: value for key, value in params.items() if key not in ("torch_adam", "adam_w_mode")}
+        cls = getattr(torch.optim, name)
+        made = settings({"type": name, "params": params})
+        found.append((name, made, "json", lambda p, cls=cls, own=own: (cls(p, **own), None)))
+    for name, params in SCHEDULERS:
+
+        def scheduled(p: Any, name: str = name, params: dict[str, Any] = params) -> tuple[Any, Any]:
+            optimizer = torch.optim.SGD(p, lr=0.05)
+            return optimizer, scheduler_of(name)(optimizer, **params)
+
+        json = settings({"type": "SGD", "params": {"lr": 0.05}}, {"type": name, "params": params})
+        found.append((name, json, "json", scheduled))
+
+    def decaying(p: Any) -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD(p, **DECAYING)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    found += [(source, settings(None), source, decaying) for source in ("instance", "callable")]
+    return found
+
+
+def test_recipes_of_the_json_and_of_the_script_train_as_in_one_process(groups: GroupPool) -> None:
+    everything = cases()
+    runs = groups.run(3, TARGETS + "train_by_all", [(c[1], c[2]) for c in everything], STEPS, deadline_s=120)
+    for number, (name, settings, _, make) in enumerate(everything):
+        expected, rates = oracle(settings, make)
+        ranks = [rank[number] for rank in runs]
+        try:
+            assert_parity(ranks, expected, "AdamW")
+            for rank in ranks:
+                assert rank["rates"] == pytest.approx(rates, rel=1e-6)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_layers_may_be_compiled_one_by_one(groups: GroupPool) -> None:
+    settings = config(layout(2, 2), num_domains=2, num_micro_batches=2)
+    for rank in groups.run(3, TARGETS + "compiled_equals_eager", settings, 3, deadline_s=120):
+        assert rank["compiled"] == pytest.approx(rank["eager"], abs=1e-6)
+        assert all(rank["compiled layers"]) and not any(rank["eager layers"])
+
+
+@pytest.mark.parametrize(
+    "changes, fragments",
+    [
+        ({"optimizer": {"type": "AdamWW"}}, ["optimizer.type", "AdamWW", 'did you mean "AdamW"']),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 1, "momentun": 1}}}, ["momentun", 'did you mean "momentum"']),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "bets": [0, 1]}}},
+            ["optimizer.params.bets", 'did you mean "betas"'],
+        ),
+        ({"optimizer": {"type": "LBFGS", "params": {}}}, ["LBFGS", "closure"]),
+        ({"optimizer": {"type": "SparseAdam", "params": {}}}, ["SparseAdam", "dense gradients"]),
+        ({"optimizer": {"type": "Muon", "params": {}}}, ["Muon", "no marks on the weights"]),
+        (
+            {"optimizer": {"type": "Lamb", "params": {}}, "bf16": {"enabled": True}},
+            ["Lamb", "flat buffer", "fp32 with ZeRO stage 0"],
+        ),
+        ({"scheduler": {"type": "WarmupLr", "params": {}}}, ["scheduler.type", 'did you mean "WarmupLR"']),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}},
+            ["scheduler.params.total_num_steps: found nothing", "no default"],
+        ),
+        ({"scheduler": {"type": "ReduceLROnPlateau", "params": {}}}, ["ReduceLROnPlateau", "metrics"]),
+    ],
+)
+def test_a_recipe_that_cannot_be_made_is_told_by_its_key(changes: dict[str, Any], fragments: list[str]) -> None:
+    job = load_config({**config(layout(2, 2), optimizer=None), **changes})
+    text = " ".join(map(str, recipe_problems(job)))
+    assert all(fragment in text for fragment in fragments), text
+
+
+@pytest.mark.parametrize("recipe", [*OPTIMIZERS, ("Adam", {"lr": 1, "bias_correction": True})])
+def test_a_recipe_that_can_be_made_is_accepted(recipe: tuple[str, dict[str, Any]]) -> None:
+    name, params = recipe
+    job = load_config({**config(layout(2, 2), optimizer=None), "optimizer": {"type": name, "params": params}})
+    assert list(recipe_problems(job)) == []
