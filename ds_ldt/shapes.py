@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,8 +26,12 @@ Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 """dtype and shape of each tensor of a payload, the input of a trace."""
 
 
+REMEMBERED = 4096
+"""Answers that a :class:`ShapeTracer` keeps of each kind; in a long run with ever new shapes the oldest are dropped."""
+
+
 class ShapeTracer:
-    """Answers what crosses a boundary, and remembers every answer.
+    """Answers what crosses a boundary, and remembers the last `REMEMBERED` answers of each kind.
 
     Args:
         layer_specs: every layer of the model, as given to the pipeline module.
@@ -53,8 +57,8 @@ class ShapeTracer:
         self._local_layers = frozenset(local_layers)
         self._funcs: dict[int, list[Callable[..., Any]]] = {}
         self._tied: dict[str, nn.Module] = {}
-        self._sent: dict[tuple[int, Shapes, Shapes], Signature] = {}
-        self._between: dict[tuple[Signature, ...], tuple[Signature, ...]] = {}
+        self._sent = lru_cache(REMEMBERED)(self._find_sent)
+        self._between = lru_cache(REMEMBERED)(self._find_between)
 
     def sent_by_edge(self, boundary: int, shapes: Shapes, local: Shapes = ()) -> Signature:
         """What the edge sends over one of its boundaries.
@@ -64,13 +68,13 @@ class ShapeTracer:
             shapes: of the micro-batch for boundary 0, else of what crosses the boundary before.
             local: of what stays on the edge and its layers take besides.
         """
-        key = (boundary, shapes, local)
-        if key not in self._sent:
-            stage = self._layout.virtual_stages[boundary]
-            takes_local = not self._local_layers.isdisjoint(range(stage.start, stage.stop))
-            same = self._wire.uniform and boundary > 0 and not takes_local
-            self._sent[key] = self.declare(boundary, shapes if same else self._trace(boundary, shapes, local))
-        return self._sent[key]
+        return self._sent(boundary, shapes, local)
+
+    def _find_sent(self, boundary: int, shapes: Shapes, local: Shapes) -> Signature:
+        stage = self._layout.virtual_stages[boundary]
+        takes_local = not self._local_layers.isdisjoint(range(stage.start, stage.stop))
+        same = self._wire.uniform and boundary > 0 and not takes_local
+        return self.declare(boundary, shapes if same else self._trace(boundary, shapes, local))
 
     def boundaries(self, announced: tuple[Signature, ...]) -> tuple[Signature, ...]:
         """The signature at every boundary, given those at the boundaries over which the edge sends.
@@ -79,19 +83,20 @@ class ShapeTracer:
             announced: signatures at `layout.edge_boundaries`, in order. Where only the first are known the answer
                 ends before the next one.
         """
-        if announced not in self._between:
-            found: list[Signature] = []
-            known = dict(zip(self._layout.edge_boundaries, announced, strict=False))
-            for boundary, virtual_stage in enumerate(self._layout.virtual_stages[:-1]):
-                if virtual_stage.stage == EDGE_STAGE:
-                    if boundary not in known:
-                        break
-                    found.append(known[boundary])
-                    continue
-                shapes = without_gradients(found[-1])
-                found.append(self.declare(boundary, shapes if self._wire.uniform else self._trace(boundary, shapes)))
-            self._between[announced] = tuple(found)
-        return self._between[announced]
+        return self._between(announced)
+
+    def _find_between(self, announced: tuple[Signature, ...]) -> tuple[Signature, ...]:
+        found: list[Signature] = []
+        known = dict(zip(self._layout.edge_boundaries, announced, strict=False))
+        for boundary, virtual_stage in enumerate(self._layout.virtual_stages[:-1]):
+            if virtual_stage.stage == EDGE_STAGE:
+                if boundary not in known:
+                    break
+                found.append(known[boundary])
+                continue
+            shapes = without_gradients(found[-1])
+            found.append(self.declare(boundary, shapes if self._wire.uniform else self._trace(boundary, shapes)))
+        return tuple(found)
 
     def declare(self, boundary: int, shapes: Shapes) -> Signature:
         """Attach to shapes the gradient flags that the wire schema declares for a boundary."""
