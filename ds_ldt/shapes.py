@@ -27,7 +27,7 @@ Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
 REMEMBERED = 4096
-"""Answers that a :class:`ShapeTracer` keeps of each kind; in a long run with ever new shapes the oldest are dropped."""
+"""Answers of each kind that a :class:`ShapeTracer` keeps; in a run of ever new shapes the oldest are dropped."""
 
 
 class ShapeTracer:
