@@ -158,6 +158,24 @@ def matrix_sum(
     )
 
 
+def one_for_each_chunk(intervals: list[int] | None, layers: Matrix | Matrices) -> ConfigProblem | None:
+    """Check that there are as many intervals of activation checkpoints as chunks.
+
+    Args:
+        intervals: Whole numbers >= 0, or None.
+        layers: `pipeline_num_layers`, well-formed.
+    """
+    num_chunks = len(next(iter(layers.values())) if isinstance(layers, Mapping) else layers)
+    if intervals is None or len(intervals) == num_chunks:
+        return None
+    return ConfigProblem(
+        key="ldt.activation_checkpoint_interval",
+        found=intervals,
+        expected=f"{num_chunks} numbers, one for each chunk of ldt.pipeline_num_layers",
+        fix='correct it, or set "pipeline": {"activation_checkpoint_interval": N} for all chunks alike',
+    )
+
+
 def matrix_sites(
     matrix: Matrix, *, num_leading: int, num_trailing: int, allow_exposed_edge: bool
 ) -> ConfigProblem | None:

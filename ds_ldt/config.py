@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -26,6 +26,7 @@ from ds_ldt.checks import (
     edge_divides_cloud,
     matrix_form,
     matrix_sites,
+    one_for_each_chunk,
     weights_can_wait,
     world_size_fits,
 )
@@ -33,7 +34,7 @@ from ds_ldt.config_errors import translated
 from ds_ldt.deepspeed_settings import batch_numbers, deepspeed_problems
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.json_file import read_json
-from ds_ldt.modalities import MODALITIES, listed, mapping_form, matrices_sites
+from ds_ldt.modalities import MODALITIES, by_modality, listed, mapping_form, matrices_sites
 
 _WEEK_S = 604800.0
 _SIZE = "a whole number >= 1"
@@ -49,16 +50,6 @@ class _Section(BaseModel):
 
 ByModality = float | dict[str, float]
 """A number, or where the modalities of a model differ one for each of them."""
-
-
-def _by_modality(value: object, accepts: Callable[[float], bool]) -> object:
-    """Check a number or a mapping from each modality to one; pydantic would list a fault once for each form."""
-    if isinstance(value, Mapping) and set(value) != set(MODALITIES):
-        raise ValueError("not the modalities")
-    for number in value.values() if isinstance(value, Mapping) else (value,):
-        if not isinstance(number, int | float) or isinstance(number, bool) or not accepts(number):
-            raise ValueError("no such number")
-    return value
 
 
 class SiteConfig(_Section):
@@ -106,7 +97,7 @@ class ScheduleConfig(_Section):
     @field_validator("layer_activation_mb", "layer_forward_ms", mode="before")
     @classmethod
     def _positive(cls, value: object) -> object:
-        return None if value is None else _by_modality(value, lambda number: 0 < number < math.inf)
+        return None if value is None else by_modality(value, lambda number: 0 < number < math.inf)
 
 
 class LinkConfig(_Section):
@@ -128,7 +119,7 @@ class LinkConfig(_Section):
     @field_validator("message_mb", mode="before")
     @classmethod
     def _not_negative(cls, value: object) -> object:
-        return _by_modality(value, lambda number: 0 <= number < math.inf)
+        return by_modality(value, lambda number: 0 <= number < math.inf)
 
 
 class TraceConfig(_Section):
@@ -166,6 +157,7 @@ class LDTConfig(_Section):
         allow_exposed_edge: Accept no decoder layer before the first hop or after the last one.
         loss_reduction: Mean over target tokens or over micro-batches; None for the model's default ("token" for
             Hugging Face models, "micro_batch" for lists of layers).
+        activation_checkpoint_interval: Layers between activation checkpoints, by chunk; None: DeepSpeed's own setting.
         freeze: Names of parts of the model that are not trained; which there are, the model says.
         measured_costs: File into which rank 0 writes what "auto" measured, for `ds-ldt plan --costs`; None for none.
         trace: Which steps are recorded for `ds-ldt draw --trace` and Perfetto; None for none.
@@ -185,6 +177,9 @@ class LDTConfig(_Section):
     allow_exposed_edge: bool = Field(default=False, description="true or false", examples=["true"])
     loss_reduction: Literal["token", "micro_batch"] | None = Field(
         default=None, description='one of "token", "micro_batch", null', examples=["token"]
+    )
+    activation_checkpoint_interval: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None, description="whole numbers of layers >= 0, one for each chunk, or null", examples=["[1, 0]"]
     )
     freeze: list[str] = Field(
         default=[], description="a list of names of parts of the model", examples=['["vision_encoder"]']
@@ -213,6 +208,7 @@ class LDTConfig(_Section):
         layers, exposed = self.pipeline_num_layers, self.allow_exposed_edge
         found = [
             edge_divides_cloud(self.edge.data_parallel_size, self.cloud.data_parallel_size),
+            one_for_each_chunk(self.activation_checkpoint_interval, layers),
             matrices_sites(layers, allow_exposed_edge=exposed)
             if isinstance(layers, dict)
             else matrix_sites(layers, num_leading=1, num_trailing=1, allow_exposed_edge=exposed),

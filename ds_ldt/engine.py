@@ -30,13 +30,14 @@ from ds_ldt.calibration import Calibration
 from ds_ldt.data import build_dataloader
 from ds_ldt.deferred import WeightLedger
 from ds_ldt.errors import ConfigError, LinkError
-from ds_ldt.intake import Intake, Step
+from ds_ldt.intake import REMEMBERED_PLANS, Intake, Step
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.optimizer import LDTBF16Optimizer
 from ds_ldt.plan import Channel, PipelineShape, Plan, build_plan
 from ds_ldt.plan.hints import costs_document, known_from_config, limits_from
 from ds_ldt.plan.measured import describe, find
 from ds_ldt.plan.policies import AUTO
+from ds_ldt.recent import Recent
 from ds_ldt.recording import Recording
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
 from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule, WeightPass
@@ -84,7 +85,7 @@ class LDTPipelineEngine(PipelineEngine):
         self._results: dict[tuple[int, int], Any] = {}
         self._logits: dict[tuple[int, int], Any] = {}
         self._step: Step | None = None
-        self._schedules: dict[str, LDTSchedule] = {}
+        self._schedules: Recent[str, LDTSchedule] = Recent(REMEMBERED_PLANS)
         self._recording: Recording | None = None
         self._connect()
         if training_data is not None and self.site == "edge":
@@ -266,9 +267,7 @@ class LDTPipelineEngine(PipelineEngine):
 
     def _schedule_of(self, plan: Plan, kind: type[ScheduleType]) -> ScheduleType:
         """The schedule of this rank; made once for each plan, not for every step."""
-        if plan.fingerprint not in self._schedules:
-            self._schedules[plan.fingerprint] = kind(plan, self.global_rank)
-        schedule = self._schedules[plan.fingerprint]
+        schedule = self._schedules.get(plan.fingerprint, lambda: kind(plan, self.global_rank))
         assert isinstance(schedule, kind)
         return schedule
 

@@ -20,6 +20,7 @@ from ds_ldt.errors import Absent, ConfigError, LDTError, LinkError
 from ds_ldt.grid import LDTPipelineGrid
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.plan import Channel, Flow, Plan
+from ds_ldt.recent import Recent
 from ds_ldt.reduce import bounded
 from ds_ldt.shapes import ShapeTracer, shapes_of, without_gradients
 from ds_ldt.transport import StreamGroups
@@ -27,6 +28,9 @@ from ds_ldt.wire import Signature, WireGuard, gradient_signature
 
 MicroBatchKey = tuple[int, int]
 """(micro-batch, domain)"""
+
+REMEMBERED_PLANS = 16
+"""Plans whose messages a rank remembers: those of training, and of evaluations of several lengths."""
 
 _ENDED = "the data of an edge replica ended inside a step"
 
@@ -89,8 +93,8 @@ class Intake:
         self._guard = guard
         self._tracer = tracer
         self._num_steps = 0
-        self._inbound_of: dict[str, dict[Channel, tuple[int, ...]]] = {}
-        self._opening_of: dict[str, dict[Channel, tuple[int, ...]]] = {}
+        self._inbound_of: Recent[str, dict[Channel, tuple[int, ...]]] = Recent(REMEMBERED_PLANS)
+        self._opening_of: Recent[str, dict[Channel, tuple[int, ...]]] = Recent(REMEMBERED_PLANS)
         self._edge_boundaries = module.layout.edge_boundaries
         self._control = ControlLink(
             rank=grid.global_rank,
@@ -147,25 +151,27 @@ class Intake:
 
     def _opening_order(self, plan: Plan) -> dict[Channel, tuple[int, ...]]:
         """The channels out of the head that begin or end on this rank and the order of their first messages."""
-        if plan.fingerprint not in self._opening_of:
-            self._opening_of[plan.fingerprint] = {
+        return self._opening_of.get(
+            plan.fingerprint,
+            lambda: {
                 channel: plan.receive_order(channel)[: plan.peak_in_flight(channel.destination)]
                 for channel in plan.channels()
                 if channel.boundary == 0
                 and channel.flow is Flow.ACTIVATION
                 and self._grid.global_rank in (channel.source, channel.destination)
-            }
-        return self._opening_of[plan.fingerprint]
+            },
+        )
 
     def _inbound(self, plan: Plan) -> dict[Channel, tuple[int, ...]]:
         """The channels that end on this rank and the order of their messages; read off a plan once, not every step."""
-        if plan.fingerprint not in self._inbound_of:
-            self._inbound_of[plan.fingerprint] = {
+        return self._inbound_of.get(
+            plan.fingerprint,
+            lambda: {
                 channel: plan.receive_order(channel)
                 for channel in plan.channels()
                 if channel.destination == self._grid.global_rank
-            }
-        return self._inbound_of[plan.fingerprint]
+            },
+        )
 
     def _step_id(self, plan: Plan, domain: int) -> StepId:
         return StepId(

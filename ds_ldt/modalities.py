@@ -13,7 +13,7 @@ Each rule is a small function that returns the problem it finds, or None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ds_ldt.checks import (
     EDGE_STAGE,
@@ -230,3 +230,21 @@ def _exposed_labels(matrices: Matrices) -> ConfigProblem | None:
 
 def _cell_key(name: str, place: Place) -> str:
     return f"{MATRIX_KEY}.{name}[{place[0]}][{place[1]}]"
+
+
+def by_modality(value: object, accepts: Callable[[float], bool]) -> object:
+    """Check a number or a mapping from each modality to one; pydantic would list a fault once for each form.
+
+    Args:
+        value: What a setting holds.
+        accepts: Whether a number will do.
+
+    Raises:
+        ValueError: It is neither, or a number will not do.
+    """
+    if isinstance(value, Mapping) and set(value) != set(MODALITIES):
+        raise ValueError("not the modalities")
+    for number in value.values() if isinstance(value, Mapping) else (value,):
+        if not isinstance(number, int | float) or isinstance(number, bool) or not accepts(number):
+            raise ValueError("no such number")
+    return value

@@ -65,7 +65,8 @@ class LDTPipelineModule(PipelineModule):
             parameters of a layer whose names start so.
         base_seed: seed of the initial weights; layer i uses ``base_seed + i``.
         activation_checkpoint_interval: checkpoint activations every so many layers; 0 turns it off. A value in the
-            JSON's ``pipeline`` section wins.
+            JSON's ``pipeline`` section wins, and over that ``ldt.activation_checkpoint_interval``, which has one for
+            each chunk.
         checkpointable_layers: class names to which activation checkpointing is limited.
         dynamic_shape: whether the micro-batches of a run may differ in shape.
 
@@ -196,6 +197,8 @@ class LDTPipelineModule(PipelineModule):
     def _configure_activation_checkpointing(self, interval: int, checkpointable_layers: list[str] | None) -> None:
         pipeline = self.job.deepspeed.get("pipeline", {})
         self.activation_checkpoint_interval = pipeline.get("activation_checkpoint_interval", interval)
+        by_chunk = self.job.ldt.activation_checkpoint_interval
+        self.checkpoint_intervals = by_chunk or (self.activation_checkpoint_interval,) * self.layout.num_chunks
         self.use_reentrant = bool(pipeline.get("use_reentrant", False))
         self.activation_checkpoint_func = checkpoint
         self.checkpointable_layers = checkpointable_layers
@@ -274,14 +277,14 @@ class LDTPipelineModule(PipelineModule):
             What the last of its layers returns.
         """
         layers = self.virtual_stage_funcs[virtual_stage]
-        first = self.layout.virtual_stages[virtual_stage].start
+        first, chunk = self.layout.virtual_stages[virtual_stage].start, self.layout.virtual_stages[virtual_stage].chunk
         funcs = [
             partial(_with_local, func, local) if index in self.local_layers else func
             for index, func in enumerate(layers, start=first)
         ]
         if inside is not None:
             funcs = [partial(_run_inside, inside, func) for func in funcs]
-        interval = self.activation_checkpoint_interval
+        interval = self.checkpoint_intervals[chunk]
         if interval == 0 or not torch.is_grad_enabled():
             return _run(funcs, inputs)
         for start in range(0, len(funcs), interval):

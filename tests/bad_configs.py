@@ -248,6 +248,16 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
         ['ldt.measured_costs: found "", expected the path of a file'],
     ),
     (
+        "interval_below_zero",
+        {"ldt.activation_checkpoint_interval": [1, -1]},
+        ["ldt.activation_checkpoint_interval: found -1, expected whole numbers of layers >= 0, one for each chunk"],
+    ),
+    (
+        "interval_of_no_chunk",
+        {"ldt.activation_checkpoint_interval": [1]},
+        ["ldt.activation_checkpoint_interval: found [1], expected 2 numbers, one for each chunk of ldt.pipeline"],
+    ),
+    (
         "timeout_is_text",
         {"ldt.timeout_s": "300"},
         ['ldt.timeout_s: found "300", expected seconds', '"timeout_s": 300'],

@@ -78,6 +78,7 @@ def test_settings_left_out_have_the_documented_values() -> None:
     assert (ldt.schedule.measure_steps, ldt.measured_costs) == (3, None)
     assert ldt.timeout_s == 300.0
     assert (ldt.allow_exposed_edge, ldt.loss_reduction, ldt.trace) == (False, None, None)
+    assert ldt.activation_checkpoint_interval is None
 
 
 def test_every_ldt_setting_is_read() -> None:
@@ -98,6 +99,7 @@ def test_every_ldt_setting_is_read() -> None:
         "timeout_s": 1.5,
         "allow_exposed_edge": True,
         "loss_reduction": "micro_batch",
+        "activation_checkpoint_interval": [1, 0],
         "freeze": ["vision_encoder"],
         "measured_costs": "costs.json",
         "trace": {"path": "trace", "steps": [3, 4]},

@@ -353,3 +353,20 @@ def test_S32_activation_checkpointing_changes_nothing(groups: GroupPool, interva
     settings = config(layout(2, 3), pipeline=pipeline)
     ranks = groups.run(2, "tests.engine.cases:train", settings, 2, deadline_s=90)
     assert_parity(ranks, oracle(settings, 2), "SGD")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_S32_chunks_checkpointed_apart_with_ints_before_the_activations(groups: GroupPool, reentrant: bool) -> None:
+    settings = config(SCENARIOS["S01"].matrix, num_micro_batches=3, pipeline={"use_reentrant": reentrant})
+    settings["ldt"]["activation_checkpoint_interval"] = [1, 0]
+    ranks = run(groups, 3, "train_scenario", "S01", settings, 3, {})
+    assert_parity(ranks, scenario_oracle("S01", settings, 3), "SGD")
+
+
+def test_S32_a_checkpoint_behind_a_frozen_edge_keeps_its_gradients(groups: GroupPool) -> None:
+    pipeline = {"activation_checkpoint_interval": 1, "use_reentrant": True}
+    plain, kept = (
+        run(groups, 3, "train_frozen", config(layout(3, 2), **more), 3, [0]) for more in ({}, {"pipeline": pipeline})
+    )
+    assert [rank["losses"] for rank in kept] == [rank["losses"] for rank in plain]
+    assert [rank["changed"] for rank in kept] == [False, True, True]
