@@ -20,7 +20,7 @@ from ds_ldt.reduce import bounded, exchange_text
 from ds_ldt.wire import WireSchema
 
 # What decides the arithmetic of a step. Paths, monitors and printing may differ between the sites.
-_SHARED_SETTINGS = ("optimizer", "scheduler", "bf16", "zero_optimization", "data_types")
+_SHARED_SETTINGS = ("optimizer", "scheduler", "bf16", "fp16", "zero_optimization", "data_types")
 
 _LONGEST_FACT = 300
 """Characters; a longer fact is compared by its digest, so that all of them fit into one message."""

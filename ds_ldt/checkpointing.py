@@ -2,7 +2,8 @@
 
 A checkpoint directory of a site looks as DeepSpeed's does: ``<dir>/latest`` names the newest tag and ``<dir>/<tag>/``
 holds ``layer_XX-model_states.pt`` (weights, XX the global pipeline layer index), ``mp_rank_PP_model_states.pt``
-(optimizer, scheduler and counters of stage PP) and, for bf16, one optimizer shard per replica. Files are written
+(optimizer, scheduler and counters of stage PP) and, in half precision and with ZeRO stage 1, one optimizer shard per
+replica instead of the optimizer. Files are written
 aside, moved into place once every rank of both sites has written all of its own, and the site's manifest
 ``ldt_checkpoint_<site>.json`` comes last: a tag without it is not a checkpoint.
 """
@@ -115,15 +116,21 @@ def load(
         _together(
             engine,
             f"load checkpoint {name!r} from {root}",
-            lambda: loaded.update(_read_rank_files(engine, root / name, strict)),
+            lambda: loaded.update(
+                _read_rank_files(engine, root / name, strict, optimizer=optimizer_states and not module_only)
+            ),
         )
-    _restore(
-        engine,
-        loaded,
-        optimizer=optimizer_states and not module_only,
-        scheduler=lr_scheduler_states,
-        counters=not module_only,
-    )
+        _together(
+            engine,
+            f"restore checkpoint {name!r} from {root}",
+            lambda: _restore(
+                engine,
+                loaded,
+                optimizer=optimizer_states and not module_only,
+                scheduler=lr_scheduler_states,
+                counters=not module_only,
+            ),
+        )
     return str(root / name), {key: value for key, value in loaded.items() if key not in _RESERVED}
 
 
@@ -173,9 +180,9 @@ def _write_rank_files(
     clash = [key for key in client_state if key in _RESERVED]
     if clash:
         raise CheckpointError(f"client_state holds {clash}, which name ds_ldt's own entries. Fix: rename them")
-    if engine.using_bf16_optimizer:
-        shard = {"optimizer": _bf16_state(engine)}
-        _write(shard, staging / _shard_name(engine))
+    if engine.using_sharded_optimizer:
+        shard = {"optimizer": engine.optimizer.shard()}
+        _write(shard, staging / _shard_name(engine, engine.grid.data_parallel_id))
     if engine.grid.data_parallel_id != 0:
         return
     engine.module.save_state_dict(
@@ -184,7 +191,7 @@ def _write_rank_files(
     optimizer = engine.optimizer
     state = {
         "module": None,
-        "optimizer": optimizer.state_dict() if optimizer is not None and not engine.using_bf16_optimizer else None,
+        "optimizer": optimizer.state_dict() if optimizer is not None and not engine.using_sharded_optimizer else None,
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
         **{counter: getattr(engine, counter) for counter in _COUNTERS},
         **client_state,
@@ -192,15 +199,9 @@ def _write_rank_files(
     _write(state, staging / f"mp_rank_{engine.stage_id:02d}_model_states.pt")
 
 
-def _bf16_state(engine: LDTPipelineEngine) -> dict[str, Any]:
-    return {
-        "base": engine.optimizer.optimizer.state_dict(),
-        "fp32_partitions": [partition.detach() for partition in engine.optimizer.fp32_groups_flat_partition],
-    }
-
-
-def _shard_name(engine: LDTPipelineEngine) -> str:
-    return f"bf16_zero_pp_rank_{engine.grid.data_parallel_id}_mp_rank_{engine.stage_id:02d}_optim_states.pt"
+def _shard_name(engine: LDTPipelineEngine, replica: int) -> str:
+    prefix = "bf16_" if engine.bfloat16_enabled() else ""
+    return f"{prefix}zero_pp_rank_{replica}_mp_rank_{engine.stage_id:02d}_optim_states.pt"
 
 
 def _write(state: Mapping[str, Any], path: Path) -> None:
@@ -303,7 +304,7 @@ def _newest(tags: Mapping[str, int]) -> str:
     return json.dumps(kept)
 
 
-def _read_rank_files(engine: LDTPipelineEngine, directory: Path, strict: bool) -> dict[str, Any]:
+def _read_rank_files(engine: LDTPipelineEngine, directory: Path, strict: bool, *, optimizer: bool) -> dict[str, Any]:
     """Load the layers of this rank into the module; return its other state."""
     for index, layer in engine.module.owned_layers().items():
         path = directory / f"layer_{index:02d}-model_states.pt"
@@ -311,9 +312,28 @@ def _read_rank_files(engine: LDTPipelineEngine, directory: Path, strict: bool) -
             continue
         layer.load_state_dict(_read(path), strict=strict)
     state = _read(directory / f"mp_rank_{engine.stage_id:02d}_model_states.pt")
-    if engine.using_bf16_optimizer:
-        state["optimizer"] = _read(directory / _shard_name(engine))["optimizer"]
+    if optimizer and engine.optimizer is not None:
+        state["optimizer"] = _optimizer_state(engine, directory, state["optimizer"])
     return state
+
+
+def _optimizer_state(engine: LDTPipelineEngine, directory: Path, whole: Any) -> Any:
+    """The optimizer state for this rank, cut anew where the stage had another number of replicas when it was saved."""
+    is_sharded = any(directory.glob(f"*zero_pp_rank_*_mp_rank_{engine.stage_id:02d}_optim_states.pt"))
+    if is_sharded != engine.using_sharded_optimizer and (is_sharded or whole is not None):
+        raise CheckpointError(
+            f"the optimizer state in {directory} is {'sharded' if is_sharded else 'whole'}, while this run keeps it "
+            f"{'whole' if is_sharded else 'sharded'} (fp16, bf16 and ZeRO stage 1 shard it). Fix: load with the "
+            "precision and the ZeRO stage that it was saved with, or with load_optimizer_states=False"
+        )
+    if not engine.using_sharded_optimizer:
+        return whole
+    saved = int(json.loads((directory / manifest_name(engine.site)).read_text())["data_parallel_size"])
+    mine = engine.grid.data_parallel_id
+    if saved == engine.grid.num_physical_replicas:
+        return _read(directory / _shard_name(engine, mine))["optimizer"]
+    shards = [_read(directory / _shard_name(engine, replica))["optimizer"] for replica in range(saved)]
+    return engine.optimizer.recut(shards)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -326,15 +346,11 @@ def _read(path: Path) -> dict[str, Any]:
 def _restore(
     engine: LDTPipelineEngine, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool, counters: bool
 ) -> None:
-    if engine.using_bf16_optimizer:
+    if engine.using_sharded_optimizer:
         engine.optimizer.refresh_fp32_params()
     if optimizer and engine.optimizer is not None and state["optimizer"] is not None:
-        if engine.using_bf16_optimizer:
-            engine.optimizer.optimizer.load_state_dict(state["optimizer"]["base"])
-            for current, saved in zip(
-                engine.optimizer.fp32_groups_flat_partition, state["optimizer"]["fp32_partitions"], strict=True
-            ):
-                current.data.copy_(saved)
+        if engine.using_sharded_optimizer:
+            engine.optimizer.load_shard(state["optimizer"])
         else:
             engine.optimizer.load_state_dict(state["optimizer"])
     if scheduler and counters and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:

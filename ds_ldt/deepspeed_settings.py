@@ -70,7 +70,7 @@ SWITCHED_SECTIONS = frozenset(
         "wandb",
     }
 )
-OFF_SECTIONS = frozenset({"autotuning", "data_efficiency", "fp16", "hybrid_engine", "torch_autocast"})
+OFF_SECTIONS = frozenset({"autotuning", "data_efficiency", "hybrid_engine", "torch_autocast"})
 
 PLAIN_SECTIONS = frozenset(
     {
@@ -121,6 +121,9 @@ class Rule:
     fix: str
 
 
+_OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
+
+
 def _is_number(value: object, least: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= least
 
@@ -163,24 +166,46 @@ def _section(key: str) -> Rule:
     )
 
 
-_FP16_FIX = 'use "bf16": {"enabled": true}, or leave both out for fp32'
+_HIGHEST_SCALE_POWER = 126
 _NO_OFFLOAD = "no offload (it is not supported yet; allowed: null)"
 
 RULES: tuple[Rule, ...] = (
     *(_boolean(key) for key in sorted(BOOLEAN_KEYS - {"prescale_gradients"})),
     *(_section(key) for key in sorted(SWITCHED_SECTIONS | PLAIN_SECTIONS)),
     *(_boolean(f"{key}.enabled") for key in sorted(SWITCHED_SECTIONS - OFF_SECTIONS)),
-    *(_off(f"{key}.enabled", "it is not supported yet") for key in sorted(OFF_SECTIONS - {"fp16"})),
+    *(_off(f"{key}.enabled", "it is not supported yet") for key in sorted(OFF_SECTIONS)),
+    _off("fp16.auto_cast", "batch_fn= and the layers decide what is cast"),
+    _off("fp16.fp16_master_weights_and_grads", "master weights and accumulated gradients are fp32"),
+    _boolean("fp16.consecutive_hysteresis"),
     Rule(
-        key="fp16.enabled",
-        accepts=_is_off,
-        expected="false (fp16 and its loss scaling are not supported yet)",
-        fix=_FP16_FIX,
+        key="fp16.loss_scale",
+        accepts=lambda value: _is_number(value, 0),
+        expected="the factor of the losses, a number >= 0; 0 means that it adapts",
+        fix='write e.g. "loss_scale": 0',
+    ),
+    Rule(
+        key="fp16.initial_scale_power",
+        accepts=lambda value: is_whole(value, 0) and value <= _HIGHEST_SCALE_POWER,
+        expected=f"a whole number from 0 to {_HIGHEST_SCALE_POWER}, the power of 2 of the first factor of the losses",
+        fix='write e.g. "initial_scale_power": 16',
+    ),
+    *(
+        Rule(
+            key=f"fp16.{name}",
+            accepts=lambda value: is_whole(value, 1),
+            expected=f"a whole number {unit} >= 1",
+            fix=f'write e.g. "{name}": {example}',
+        )
+        for name, unit, example in (
+            ("loss_scale_window", "of steps", 1000),
+            ("hysteresis", "of overflows", 2),
+            ("min_loss_scale", "for the least factor of the losses", 1),
+        )
     ),
     _boolean("bf16.immediate_grad_update"),
     _boolean("bf16.check_grad_overflow"),
-    _off("bf16.bf16_master_weights_and_grads", "it needs ZeRO, which is not supported yet"),
-    _off("bf16.bf16_optimizer_states", "it needs ZeRO, which is not supported yet"),
+    _off("bf16.bf16_master_weights_and_grads", "master weights and optimizer states are fp32"),
+    _off("bf16.bf16_optimizer_states", "master weights and optimizer states are fp32"),
     _off("prescale_gradients", "gradients are averaged after their sum"),
     _off("compile.deepcompile", "it is not supported yet"),
     _off("checkpoint.load_universal", "universal checkpoints are not supported yet"),
@@ -222,9 +247,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="zero_optimization.stage",
-        accepts=lambda value: is_whole(value, 0) and value == 0,
-        expected="0 (allowed: 0; stage 1 is not supported yet, and stages 2 and 3 split what a pipeline needs whole)",
-        fix="set it to 0 or remove the section",
+        accepts=lambda value: is_whole(value, 0) and value <= 1,
+        expected="0 or 1 (stage 1 shards optimizer states; stages 2 and 3 split what a pipeline needs whole)",
+        fix='write "stage": 1, or remove the section',
     ),
     *(
         Rule(
@@ -233,7 +258,7 @@ RULES: tuple[Rule, ...] = (
             expected=_NO_OFFLOAD,
             fix="remove it",
         )
-        for name in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
+        for name in _OFFLOADS
     ),
     Rule(
         key="pipeline.activation_checkpoint_interval",
@@ -267,9 +292,37 @@ _CLOSED: Mapping[str, frozenset[str]] = {
             "bf16_optimizer_states",
         }
     ),
+    "fp16": frozenset(
+        {
+            "enabled",
+            "auto_cast",
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+            "fp16_master_weights_and_grads",
+        }
+    ),
     "optimizer": frozenset({"type", "params", "legacy_fusion"}),
     "pipeline": frozenset({"activation_checkpoint_interval", "use_reentrant", "pipe_partitioned", "grad_partitioned"}),
     "scheduler": frozenset({"type", "params"}),
+    # Buckets and overlap are accepted, as configurations are full of them; they have nothing to act upon here.
+    "zero_optimization": frozenset(
+        {
+            "stage",
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "contiguous_gradients",
+            "ignore_unused_parameters",
+            "overlap_comm",
+            "reduce_bucket_size",
+            "reduce_scatter",
+            "round_robin_gradients",
+            *_OFFLOADS,
+        }
+    ),
 }
 
 
@@ -290,6 +343,7 @@ def deepspeed_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
                 key=rule.key, found=value, expected=rule.expected, fix=_advice_on_auto(value) or rule.fix
             )
     yield from _closed_section_problems(settings)
+    yield from _precision_problems(settings)
     yield from _recipe_problems(settings)
 
 
@@ -339,6 +393,16 @@ def _closed_section_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProb
             for name, value in content.items():
                 if name not in known:
                     yield unknown_key(f"{section}.{name}", value, known=known, owner="this section")
+
+
+def _precision_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    if all(_look_up(settings, f"{section}.enabled") == (True, True) for section in ("bf16", "fp16")):
+        yield ConfigProblem(
+            key="fp16.enabled",
+            found=True,
+            expected="false where bf16.enabled is true: a model computes in one precision",
+            fix="enable one of the two",
+        )
 
 
 def _recipe_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:

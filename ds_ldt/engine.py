@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.utils import DummyOptim
@@ -32,7 +32,7 @@ from ds_ldt.deferred import WeightLedger
 from ds_ldt.errors import ConfigError, LinkError
 from ds_ldt.intake import REMEMBERED_PLANS, Intake, Step
 from ds_ldt.module import LDTPipelineModule
-from ds_ldt.optimizer import LDTBF16Optimizer
+from ds_ldt.optimizer import LDTShardedOptimizer, check_elementwise
 from ds_ldt.plan import Channel, PipelineShape, Plan, build_plan
 from ds_ldt.plan.hints import costs_document, known_from_config, limits_from
 from ds_ldt.plan.measured import describe, find
@@ -68,12 +68,13 @@ class LDTPipelineEngine(PipelineEngine):
 
     module: LDTPipelineModule
     data_iterator: Any
+    _is_checking_hosts_fp16 = False
 
     def __init__(self, *, training_data: Any = None, **kwargs: Any) -> None:
         self._under_construction = True
         super().__init__(training_data=None, **kwargs)
         self._under_construction = False
-        self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
+        self.using_sharded_optimizer = isinstance(self.optimizer, LDTShardedOptimizer)
         self.job = self.module.job
         self.site = self.grid.site
         self._inputs: dict[Key, tuple[Tensor, ...]] = {}
@@ -180,29 +181,72 @@ class LDTPipelineEngine(PipelineEngine):
             for parameter in self.module.parameters():
                 dist.broadcast(parameter.data, src=self.mpu.dp_group[0], group=self.mpu.dp_proc_group)
 
-    def _configure_bf16_optimizer(self, optimizer: Any) -> LDTBF16Optimizer:
-        return LDTBF16Optimizer(
+    @property
+    def cur_scale(self) -> float:
+        """The factor that losses are multiplied with before their backward passes; 1 except in fp16."""
+        return self.optimizer.cur_scale if self.using_sharded_optimizer else 1.0
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Gradients are averaged over the replicas in fp32, whatever the model computes in."""
+        return torch.float32
+
+    def _is_sharding(self) -> bool:
+        """Whether master weights and optimizer states are kept in fp32 and sharded over the replicas of a stage."""
+        return self.get_data_types()[0] != torch.float32 or self.zero_optimization()
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> LDTShardedOptimizer:
+        """Make the optimizer of every half precision and of ZeRO stage 1."""
+        dtype = self.get_data_types()[0]
+        return LDTShardedOptimizer(
             optimizer if optimizer is not None else DummyOptim(list(self.module.parameters())),
             self.param_names,
-            bfloat16_config=self._config.bfloat16_config,
-            mpu=None,
+            dtype=dtype,
+            loss_scaler=CreateLossScaler(
+                dtype,
+                static_loss_scale=self.loss_scale(),
+                dynamic_scaling=self.dynamic_loss_scale(),
+                dynamic_loss_args=self.dynamic_loss_scale_args(),
+            ),
+            immediate_grad_update=self._config.bfloat16_config.immediate_grad_update,
             clip_grad=self.gradient_clipping(),
             allgather_bucket_size=self.zero_allgather_bucket_size(),
             dp_process_group=self.seq_data_parallel_group,
             timers=self.timers,
-            grad_acc_dtype=torch.float32,
         )
 
+    def _configure_zero_optimizer(self, optimizer: Any) -> LDTShardedOptimizer:
+        return self._configure_bf16_optimizer(optimizer)
+
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Model dtype and gradient accumulation dtype: bf16 always accumulates in fp32, as ``BF16_Optimizer`` does."""
-        model_dtype, accumulation_dtype = super().get_data_types()
-        return model_dtype, torch.float32 if model_dtype == torch.bfloat16 else accumulation_dtype
+        """Model dtype and gradient accumulation dtype, which is always fp32."""
+        return super().get_data_types()[0], torch.float32
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        # The parent knows bf16 with fp32 accumulation only with ZeRO stage 1; the bf16 optimizer itself needs no ZeRO.
-        if self.bfloat16_enabled() and not self.zero_optimization():
-            return "bf16"
-        return super()._do_optimizer_sanity_check(basic_optimizer)
+        # The parent has an optimizer for each combination of precision and ZeRO stage; here one class does for all.
+        if not self._is_sharding():
+            return super()._do_optimizer_sanity_check(basic_optimizer)
+        check_elementwise(basic_optimizer, allow_untested=bool(self.zero_allow_untested_optimizer()))
+        return "bf16"
+
+    def _scheduler_from_config(self, optimizer: Any) -> Any:
+        # torch's own schedulers insist on a torch optimizer; the wrapper shares its parameter groups.
+        return super()._scheduler_from_config(self.basic_optimizer)
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in fp16."""
+        return bool(super().fp16_enabled()) and not self._is_checking_hosts_fp16
+
+    def _do_sanity_check(self) -> None:
+        # The parent refuses fp16 on CPUs without fast kernels for it; torch computes fp16 on every CPU.
+        self._is_checking_hosts_fp16 = get_accelerator().device_name() == "cpu"
+        super()._do_sanity_check()
+        self._is_checking_hosts_fp16 = False
+        self._assert_valid_mixed_precision_config()
+
+    def _assert_valid_mixed_precision_config(self) -> None:
+        if not self._is_checking_hosts_fp16:
+            super()._assert_valid_mixed_precision_config()
 
     def _build_data_iter(self, dataset: Any) -> None:
         loader = build_dataloader(
@@ -285,7 +329,7 @@ class LDTPipelineEngine(PipelineEngine):
             StopIteration: on every rank, when the data of any edge replica ends inside the step.
             LinkError: a peer is gone, silent for ``ldt.timeout_s`` seconds, or runs something else.
         """
-        if isinstance(self.optimizer, DummyOptim) or self.optimizer is None:
+        if self.optimizer is None or not getattr(self.optimizer, "using_real_optimizer", True):
             raise ConfigError.of(
                 "optimizer",
                 found=None,
@@ -603,9 +647,11 @@ class LDTPipelineEngine(PipelineEngine):
             )
 
     def _roots(self, key: Key) -> list[tuple[Tensor, Tensor | None]]:
-        """Where a backward pass starts: tensors and their gradients. Only here is a loss divided by M."""
+        """Where a backward pass starts: tensors and their gradients. Only here is a loss divided by M and scaled."""
         if key in self._losses:
-            return [(self._losses.pop(key) / self._current.plan.shape.num_micro_batches, None)]
+            loss = self._losses.pop(key)
+            scaled = loss if self.cur_scale == 1.0 else loss.float() * self.cur_scale
+            return [(scaled / self._current.plan.shape.num_micro_batches, None)]
         outputs = self._flowing(key.virtual_stage, self._outputs.pop(key))
         grads = self._output_grads.pop(key, None)
         return list(zip(outputs, grads, strict=True)) if grads is not None else []
@@ -617,8 +663,8 @@ class LDTPipelineEngine(PipelineEngine):
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
-        """Around a backward pass: bf16 gradients are added to their fp32 accumulators right away."""
-        if not self.using_bf16_optimizer:
+        """Around a backward pass: half precision gradients are added to their fp32 accumulators right away."""
+        if not self.using_sharded_optimizer:
             yield
             return
         self.optimizer.clear_lp_grads(set_to_none=True)
@@ -634,8 +680,8 @@ class LDTPipelineEngine(PipelineEngine):
     def _exec_reduce_grads(self) -> None:
         """Average the gradients over the replicas of this stage, then the norm and the loss over both sites."""
         gradients = self._accumulated_gradients()
-        if self.site == "edge":
-            scale_for_slice(gradients, slice_size=self.job.slice_size)
+        slice_size = self.job.slice_size if self.site == "edge" else 1
+        scale_for_slice(gradients, slice_size=slice_size, loss_scale=self.cur_scale)
         with bounded("train_batch (gradient reduction)", self.grid):
             if self.grid.num_physical_replicas > 1:
                 self.buffered_allreduce_fallback(grads=gradients, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
@@ -643,11 +689,11 @@ class LDTPipelineEngine(PipelineEngine):
         self._mean_loss = summed[0] / self._num_results()
         self._norm = norm
         self._global_grad_norm = norm.item()
-        if self.using_bf16_optimizer:
+        if self.using_sharded_optimizer:
             self.optimizer.global_norm = norm
 
     def _accumulated_gradients(self) -> list[Tensor]:
-        if self.using_bf16_optimizer:
+        if self.using_sharded_optimizer:
             gradients: list[Tensor] = self.optimizer.get_grads_for_reduction()[0]
         else:
             gradients = self._get_gradients_for_reduction()[0]

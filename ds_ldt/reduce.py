@@ -46,11 +46,17 @@ def bounded(what: str, grid: LDTPipelineGrid) -> Iterator[None]:
         ) from error
 
 
-def scale_for_slice(gradients: Iterable[Tensor], *, slice_size: int) -> None:
-    """Multiply gradients in place by 1/K: an edge replica has summed over the K domains of its slice."""
-    tensors = list(gradients)
-    if slice_size > 1 and tensors:
-        torch._foreach_mul_(tensors, 1.0 / slice_size)
+def scale_for_slice(gradients: Iterable[Tensor], *, slice_size: int, loss_scale: float = 1.0) -> None:
+    """Divide gradients in place by K, as an edge replica has summed over its K domains, and by the loss scale.
+
+    Args:
+        gradients: fp32 where the loss scale is not 1, so that nothing underflows.
+        slice_size: K on the edge, 1 in the cloud.
+        loss_scale: the factor of the losses; what overflowed stays infinite.
+    """
+    tensors, divisor = list(gradients), slice_size * loss_scale
+    if divisor != 1 and tensors:
+        torch._foreach_mul_(tensors, 1.0 / divisor)
 
 
 def sum_over_sites(values: Tensor, grid: LDTPipelineGrid) -> Tensor:

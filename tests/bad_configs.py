@@ -341,11 +341,12 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
         (
             f"S51_zero_stage_{stage}",
             {"zero_optimization": {"stage": stage}},
-            [f"zero_optimization.stage: found {stage}, expected 0 (allowed: 0; stage 1 is not supported yet"],
+            [f"zero_optimization.stage: found {stage}, expected 0 or 1 (stage 1 shards optimizer states; stages"],
         )
-        for stage in (1, 2, 3)
+        for stage in (2, 3)
     ),
-    ("zero_stage_text", {"zero_optimization.stage": "0"}, ['zero_optimization.stage: found "0", expected 0']),
+    ("zero_stage_text", {"zero_optimization.stage": "0"}, ['zero_optimization.stage: found "0", expected 0 or 1']),
+    ("zero_typo", {"zero_optimization.stages": 1}, ["zero_optimization.stages: found 1", 'did you mean "stage"?']),
     ("zero_is_true", {"zero_optimization": True}, ["zero_optimization: found true, expected an object"]),
     (
         "zero_offload",
@@ -354,11 +355,19 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ),
     ("zero_cpu_offload", {"zero_optimization.cpu_offload": True}, ["zero_optimization.cpu_offload: found true"]),
     (
-        "fp16",
-        {"fp16": {"enabled": True}},
-        ["fp16.enabled: found true, expected false (fp16 and its loss scaling", 'Fix: use "bf16": {"enabled": true}'],
+        "fp16_and_bf16",
+        {"fp16.enabled": True, "bf16.enabled": True},
+        ["fp16.enabled: found true, expected false where bf16.enabled is true", "Fix: enable one of the two."],
     ),
-    ("fp16_auto", {"fp16.enabled": "auto"}, ['fp16.enabled: found "auto", expected false', '"auto" is filled in']),
+    ("fp16_auto", {"fp16.enabled": "auto"}, ['fp16.enabled: found "auto", expected true or', '"auto" is filled in']),
+    ("fp16_unknown_key", {"fp16.loss_scal": 0}, ["fp16.loss_scal: found 0", 'did you mean "loss_scale"?']),
+    ("fp16_auto_cast", {"fp16.auto_cast": True}, ["fp16.auto_cast: found true, expected false (batch_fn="]),
+    ("fp16_scale_negative", {"fp16.loss_scale": -1}, ["fp16.loss_scale: found -1, expected the factor", "adapts"]),
+    ("fp16_power", {"fp16.initial_scale_power": 200}, ["fp16.initial_scale_power: found 200, expected a whole"]),
+    ("fp16_window", {"fp16.loss_scale_window": 0}, ["fp16.loss_scale_window: found 0, expected a whole number of"]),
+    ("fp16_hysteresis", {"fp16.hysteresis": 0}, ["fp16.hysteresis: found 0, expected a whole number of overflows"]),
+    ("fp16_min", {"fp16.min_loss_scale": 0.5}, ["fp16.min_loss_scale: found 0.5, expected a whole number for"]),
+    ("fp16_masters", {"fp16.fp16_master_weights_and_grads": True}, ["fp16_master_weights_and_grads: found true"]),
     ("bf16_text", {"bf16.enabled": "true"}, ['bf16.enabled: found "true"', _BOOLEAN]),
     ("bf16_number", {"bf16.enabled": 1}, ["bf16.enabled: found 1", _BOOLEAN]),
     ("bf16_unknown_key", {"bf16.enable": True}, ["bf16.enable: found true", 'did you mean "enabled"?']),
@@ -444,7 +453,7 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], list[str]]] = [
     *((name, changed(changes), fragments) for name, changes, fragments in _TABLE),
     (
         "several_faults",
-        changed({"ldt.timeout_s": 0, "ldt.edge.data_parallel_size": "1", "fp16.enabled": True, "zero": {}}),
+        changed({"ldt.timeout_s": 0, "ldt.edge.data_parallel_size": "1", "fp16.enabled": 1, "zero": {}}),
         ["4 settings are at fault:\n", "1. zero: ", "2. fp16.enabled: ", "3. ldt.edge.data_", "4. ldt.timeout_s: "],
     ),
 ]

@@ -57,8 +57,8 @@ def from_pretrained(
         source: See above.
         config: The DeepSpeed JSON with its "ldt" section: a path, a mapping or a `JobConfig`.
         load_weights: False: take only the config from `source` and initialise at random, as if it were a config.
-        dtype: dtype of the parameters. By default bfloat16 if DeepSpeed's `bf16` section is enabled, otherwise
-            float32; never the dtype on disk.
+        dtype: dtype of the parameters. By default bfloat16 or float16 if DeepSpeed's `bf16` or `fp16` section is
+            enabled, otherwise float32; never the dtype on disk.
         attn_implementation: `sdpa` (the default) or `eager`.
         seed: For random weights, and for dropout (`base_seed` of the module).
         module_options: Passed on to `LDTPipelineModule`, e.g. `activation_checkpoint_interval`.
@@ -204,7 +204,10 @@ def check_holds(files: LayerFiles, layers: tuple[int, ...]) -> None:
 
 def dtype_of(job: JobConfig) -> torch.dtype:
     """Return the dtype in which DeepSpeed will compute."""
-    return torch.bfloat16 if job.deepspeed.get("bf16", {}).get("enabled") is True else torch.float32
+    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if job.deepspeed.get(section, {}).get("enabled") is True:
+            return dtype
+    return torch.float32
 
 
 def _site_directory(directory: Path, site: Site) -> Path:
