@@ -6,13 +6,12 @@ either known and checked, or refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_ldt.checks import GivenBatch, is_whole
 from ds_ldt.errors import Absent, ConfigProblem
+from ds_ldt.rules import Rule, boolean, is_number, named_settings, off, text
 from ds_ldt.spelling import unknown_key
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -104,82 +103,26 @@ OTHER_KEYS = frozenset(
 KNOWN_KEYS = frozenset(BATCH_KEYS) | BOOLEAN_KEYS | SWITCHED_SECTIONS | PLAIN_SECTIONS | OTHER_KEYS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """What one setting accepts.
-
-    Attributes:
-        key: Its path; a dot leads into a section.
-        accepts: Whether a value is accepted. Settings that are absent are not asked about.
-        expected: What is accepted, in words.
-        fix: What to do about another value.
-    """
-
-    key: str
-    accepts: Callable[[Any], bool]
-    expected: str
-    fix: str
-
-
 _OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
-
-
-def _is_number(value: object, least: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= least
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_off(value: object) -> bool:
-    return value is False
+_HIGHEST_SCALE_POWER = 126
+_NO_OFFLOAD = "no offload (it is not supported yet; allowed: null)"
 
 
 def _is_no_offload(value: object) -> bool:
     return value in (None, False) or (isinstance(value, Mapping) and value.get("device", "none") in (None, "none"))
 
 
-def _boolean(key: str) -> Rule:
-    return Rule(key=key, accepts=_is_bool, expected="true or false, without quotes", fix="write true or false")
-
-
-def _off(key: str, reason: str) -> Rule:
-    return Rule(key=key, accepts=_is_off, expected=f"false ({reason})", fix="set it to false or remove it")
-
-
-def _text(key: str, example: str) -> Rule:
-    return Rule(
-        key=key,
-        accepts=lambda value: isinstance(value, str) and bool(value),
-        expected="a name in quotes",
-        fix=f'write e.g. "{key.rpartition(".")[2]}": "{example}"',
-    )
-
-
-def _section(key: str) -> Rule:
-    return Rule(
-        key=key,
-        accepts=lambda value: isinstance(value, Mapping),
-        expected="an object with named settings",
-        fix='write "' + key.rpartition(".")[2] + '": { ... }',
-    )
-
-
-_HIGHEST_SCALE_POWER = 126
-_NO_OFFLOAD = "no offload (it is not supported yet; allowed: null)"
-
 RULES: tuple[Rule, ...] = (
-    *(_boolean(key) for key in sorted(BOOLEAN_KEYS - {"prescale_gradients"})),
-    *(_section(key) for key in sorted(SWITCHED_SECTIONS | PLAIN_SECTIONS)),
-    *(_boolean(f"{key}.enabled") for key in sorted(SWITCHED_SECTIONS - OFF_SECTIONS)),
-    *(_off(f"{key}.enabled", "it is not supported yet") for key in sorted(OFF_SECTIONS)),
-    _off("fp16.auto_cast", "batch_fn= and the layers decide what is cast"),
-    _off("fp16.fp16_master_weights_and_grads", "master weights and accumulated gradients are fp32"),
-    _boolean("fp16.consecutive_hysteresis"),
+    *(boolean(key) for key in sorted(BOOLEAN_KEYS - {"prescale_gradients"})),
+    *(named_settings(key) for key in sorted(SWITCHED_SECTIONS | PLAIN_SECTIONS)),
+    *(boolean(f"{key}.enabled") for key in sorted(SWITCHED_SECTIONS - OFF_SECTIONS)),
+    *(off(f"{key}.enabled", "it is not supported yet") for key in sorted(OFF_SECTIONS)),
+    off("fp16.auto_cast", "batch_fn= and the layers decide what is cast"),
+    off("fp16.fp16_master_weights_and_grads", "master weights and accumulated gradients are fp32"),
+    boolean("fp16.consecutive_hysteresis"),
     Rule(
         key="fp16.loss_scale",
-        accepts=lambda value: _is_number(value, 0),
+        accepts=lambda value: is_number(value, 0),
         expected="the factor of the losses, a number >= 0; 0 means that it adapts",
         fix='write e.g. "loss_scale": 0',
     ),
@@ -202,13 +145,13 @@ RULES: tuple[Rule, ...] = (
             ("min_loss_scale", "for the least factor of the losses", 1),
         )
     ),
-    _boolean("bf16.immediate_grad_update"),
-    _boolean("bf16.check_grad_overflow"),
-    _off("bf16.bf16_master_weights_and_grads", "master weights and optimizer states are fp32"),
-    _off("bf16.bf16_optimizer_states", "master weights and optimizer states are fp32"),
-    _off("prescale_gradients", "gradients are averaged after their sum"),
-    _off("compile.deepcompile", "it is not supported yet"),
-    _off("checkpoint.load_universal", "universal checkpoints are not supported yet"),
+    boolean("bf16.immediate_grad_update"),
+    boolean("bf16.check_grad_overflow"),
+    off("bf16.bf16_master_weights_and_grads", "master weights and optimizer states are fp32"),
+    off("bf16.bf16_optimizer_states", "master weights and optimizer states are fp32"),
+    off("prescale_gradients", "gradients are averaged after their sum"),
+    off("compile.deepcompile", "it is not supported yet"),
+    off("checkpoint.load_universal", "universal checkpoints are not supported yet"),
     Rule(
         key="gradient_predivide_factor",
         accepts=lambda value: not isinstance(value, bool) and value == 1,
@@ -235,7 +178,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="gradient_clipping",
-        accepts=lambda value: _is_number(value, 0),
+        accepts=lambda value: is_number(value, 0),
         expected="the largest gradient norm, a number >= 0; 0 means no clipping",
         fix='write e.g. "gradient_clipping": 1.0',
     ),
@@ -266,19 +209,19 @@ RULES: tuple[Rule, ...] = (
         expected="a whole number of layers >= 0; 0 means no activation checkpointing",
         fix='write e.g. "activation_checkpoint_interval": 1',
     ),
-    _boolean("pipeline.use_reentrant"),
-    _off("pipeline.pipe_partitioned", "activations cross the link whole"),
-    _off("pipeline.grad_partitioned", "gradients cross the link whole"),
-    _text("optimizer.type", "AdamW"),
-    _section("optimizer.params"),
+    boolean("pipeline.use_reentrant"),
+    off("pipeline.pipe_partitioned", "activations cross the link whole"),
+    off("pipeline.grad_partitioned", "gradients cross the link whole"),
+    text("optimizer.type", "AdamW"),
+    named_settings("optimizer.params"),
     Rule(
         key="optimizer.params.max_grad_norm",
         accepts=lambda value: False,
         expected="no such key (DeepSpeed refuses it)",
         fix='use the top-level "gradient_clipping"',
     ),
-    _text("scheduler.type", "WarmupLR"),
-    _section("scheduler.params"),
+    text("scheduler.type", "WarmupLR"),
+    named_settings("scheduler.params"),
 )
 
 # Sections all of whose keys are known here.

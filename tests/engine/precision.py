@@ -81,7 +81,6 @@ class Case:
         spoiled: (stage, replica, step): a gradient of this stage and replica becomes infinite in this step.
         frozen: stages of which nothing is trained; "some" freezes a bias of each layer.
         client: names of optimizer and scheduler that are passed as objects or callables instead of by the JSON.
-        compiled: run layers through torch.compile.
     """
 
     settings: dict[str, Any]
@@ -90,7 +89,6 @@ class Case:
     spoiled: tuple[int, int, int] | None = None
     frozen: tuple[int, ...] | str = ()
     client: str = ""
-    compiled: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -145,8 +143,6 @@ def engine_of(case: Case) -> ds_ldt.LDTPipelineEngine:
         passed["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
     data = Points(96) if dist.get_rank() < module.job.num_replicas else None
     engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data, **passed)
-    if case.compiled:
-        engine.compile(backend="eager")
     if case.spoiled is not None and (engine.stage_id, engine.grid.data_parallel_id) == case.spoiled[:2]:
         step = case.spoiled[2]
         next(engine.module.parameters()).register_hook(
