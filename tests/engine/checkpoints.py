@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import ds_ldt
-from tests.engine.behaviour import as_bf16
 from tests.engine.cases import toy_engine, weights_of
 from tests.toy import Points, domain_batches
 
@@ -31,9 +30,42 @@ def data(settings: dict[str, Any], skip: int) -> Any:
     return drawn if dist.get_rank() == 0 else None
 
 
+def batch_fn_of(settings: dict[str, Any]) -> Any:
+    """Inputs and labels as the layers of a half precision model expect them; None in fp32."""
+    dtype = torch.bfloat16 if "bf16" in settings else torch.float16 if "fp16" in settings else None
+    return None if dtype is None else lambda batch: (batch[0].to(dtype), batch[1].to(dtype))
+
+
+def save_midway(settings: dict[str, Any], root: str, steps: int) -> list[float]:
+    """Train, save, and go on training: the losses since."""
+    engine = toy_engine(settings)
+    engine.set_dataiterator(data(settings, 0))
+    for _ in range(steps):
+        engine.train_batch()
+    engine.save_checkpoint(site_directory(root))
+    return [engine.train_batch().item() for _ in range(steps)]
+
+
+def load_and_train(settings: dict[str, Any], root: str, steps: int) -> dict[str, Any]:
+    """Load what was saved with another number of domains and go on; what a run is told that shards otherwise."""
+    per_step = settings["gradient_accumulation_steps"] * settings["ldt"]["cloud"]["data_parallel_size"]
+    engine = toy_engine(settings, base_seed=99)
+    engine.load_checkpoint(site_directory(root))
+    engine.set_dataiterator(data(settings, per_step * steps))
+    losses = [engine.train_batch().item() for _ in range(steps)]
+    whole = toy_engine({name: value for name, value in settings.items() if name != "zero_optimization"})
+    told = ""
+    try:
+        whole.load_checkpoint(site_directory(root))
+    except ds_ldt.CheckpointError as error:
+        told = str(error)
+    whole.load_checkpoint(site_directory(root), load_optimizer_states=False)
+    return {"losses": losses, "weights": weights_of(engine), "told": told, "steps": whole.global_steps}
+
+
 def resume(settings: dict[str, Any], root: str, steps: int) -> dict[str, Any]:
     """Train 2n steps; then n steps, save, load into a new engine, n more: what each run ends with."""
-    batch_fn = as_bf16 if "bf16" in settings else None
+    batch_fn = batch_fn_of(settings)
     per_step = settings["gradient_accumulation_steps"] * settings["ldt"]["cloud"]["data_parallel_size"]
     whole = toy_engine(settings, batch_fn=batch_fn)
     whole.set_dataiterator(data(settings, 0))
@@ -55,6 +87,7 @@ def resume(settings: dict[str, Any], root: str, steps: int) -> dict[str, Any]:
         "weights": [weights_of(whole), weights_of(second)],
         "lr": [whole.get_lr(), second.get_lr()],
         "steps": second.global_steps,
+        "scales": [whole.cur_scale, second.cur_scale],
         "path": path,
         "client_state": client_state,
     }
