@@ -94,12 +94,6 @@ MORE = {
 }
 """The same ranks; run with the whole parity matrix."""
 
-UNEQUAL = {
-    "fp16, ZeRO 1, E = 2, D = 4": case(FP16, ZERO_1, domains=4, replicas=2, spoiled=(0, 1, 1), **CLIPPED),
-    "bf16, ZeRO 1, E = 2, D = 4": case(BF16, ZERO_1, domains=4, replicas=2, **ADAMW),
-}
-"""Six ranks."""
-
 
 def compare(name: str, one: Case, ranks: list[dict[str, Any]]) -> None:
     expected = train_unsplit(one)
@@ -138,10 +132,6 @@ def test_S14_S15_S20_S29_every_precision_with_and_without_zero_1_equals_the_unsp
     assert found["fp16, overflow on the edge"]["skipped"] == [0, 0, 1, 1, 1]
     assert 2 <= found["fp16, overflows at first"]["skipped"][-1] <= 6
     assert found["fp16, overflow in the cloud"]["scales"][:2] == [256.0, 128.0]
-
-
-def test_half_precision_and_zero_1_with_unequal_sites_equal_the_unsplit_run(groups: GroupPool) -> None:
-    check(groups, 6, UNEQUAL)
 
 
 @pytest.mark.parity_full
