@@ -17,15 +17,16 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_ldt.config import JobConfig
 from ds_ldt.errors import Absent, ConfigProblem
+from ds_ldt.optimizer import ELEMENTWISE
 from ds_ldt.spelling import unknown_key
 
 # DeepSpeed's own switches among the parameters of Adam and AdamW, beside those of torch's or its own class.
 _ADAM = frozenset({"adam", "adamw"})
 _ADAM_SWITCHES = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
 
-# Their update of a weight depends on its shape or on its other values. Where weights are kept as slices of one flat
-# buffer they would see neither.
-_WHOLE_WEIGHTS = frozenset({"lamb", "muon", "muadam", "muadamw", "musgd", "adafactor"})
+_FLAT = frozenset(name.lower() for name in ELEMENTWISE) | {"lion"}
+"""Names in the JSON of optimizers that may be given slices of flattened parameters."""
+
 _SPARSE = frozenset({"SparseAdam"})
 
 
@@ -56,13 +57,13 @@ def _optimizer_problems(name: str, params: Mapping[str, Any], *, flat: bool) -> 
         yield ConfigProblem(
             key=key, found=name, expected="an optimizer of dense gradients, which all are", fix='use e.g. "Adam"'
         )
-    elif flat and name.lower() in _WHOLE_WEIGHTS:
+    elif flat and name.lower() not in _FLAT:
         yield ConfigProblem(
             key=key,
             found=name,
-            expected="an optimizer that treats each number of a weight on its own: with bf16, fp16 or ZeRO stage 1 "
-            "the weights are slices of one flat buffer",
-            fix='use e.g. "AdamW", or fp32 with ZeRO stage 0',
+            expected="an optimizer that treats each number of a parameter on its own: with fp16, bf16 or ZeRO stage 1 "
+            "it is given slices of flattened parameters",
+            fix='use e.g. "AdamW", train in fp32 with ZeRO stage 0, or set zero_allow_untested_optimizer to true',
         )
     elif name.lower() in _ADAM:
         if params.get("torch_adam"):
@@ -90,7 +91,9 @@ def _unknown_name(key: str, name: str, known: Sequence[str], expected: str) -> C
 
 
 def _is_flat(settings: Mapping[str, Any]) -> bool:
-    """Whether weights are trained as slices of a flat fp32 buffer."""
+    """Whether the optimizer is given slices of flattened parameters that somebody has to vouch for."""
+    if settings.get("zero_allow_untested_optimizer") is True:
+        return False
     halves = any((settings.get(section) or {}).get("enabled") is True for section in ("bf16", "fp16"))
     return halves or (settings.get("zero_optimization") or {}).get("stage", 0) > 0
 

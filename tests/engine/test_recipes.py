@@ -138,7 +138,7 @@ def test_layers_may_be_compiled_one_by_one(groups: GroupPool) -> None:
         ({"optimizer": {"type": "Muon", "params": {}}}, ["Muon", "no marks on the weights"]),
         (
             {"optimizer": {"type": "Lamb", "params": {}}, "bf16": {"enabled": True}},
-            ["Lamb", "flat buffer", "fp32 with ZeRO stage 0"],
+            ["Lamb", "slices of flattened parameters", "fp32 with ZeRO stage 0"],
         ),
         ({"scheduler": {"type": "WarmupLr", "params": {}}}, ["scheduler.type", 'did you mean "WarmupLR"']),
         (
