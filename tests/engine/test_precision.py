@@ -6,7 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+from ds_ldt.errors import ConfigError
+from ds_ldt.optimizer import check_elementwise
 from tests.engine.cases import config, layout
 from tests.engine.precision import Case, train_unsplit
 from tests.harness import GroupPool
@@ -94,6 +97,12 @@ MORE = {
 }
 """The same ranks; run with the whole parity matrix."""
 
+UNEQUAL = {
+    "fp16, ZeRO 1, E = 2, D = 4": case(FP16, ZERO_1, domains=4, replicas=2, spoiled=(0, 1, 1), **CLIPPED),
+    "bf16, ZeRO 1, E = 2, D = 4": case(BF16, ZERO_1, domains=4, replicas=2, **ADAMW),
+}
+"""Six ranks."""
+
 
 def compare(name: str, one: Case, ranks: list[dict[str, Any]]) -> None:
     expected = train_unsplit(one)
@@ -132,6 +141,21 @@ def test_S14_S15_S20_S29_every_precision_with_and_without_zero_1_equals_the_unsp
     assert found["fp16, overflow on the edge"]["skipped"] == [0, 0, 1, 1, 1]
     assert 2 <= found["fp16, overflows at first"]["skipped"][-1] <= 6
     assert found["fp16, overflow in the cloud"]["scales"][:2] == [256.0, 128.0]
+
+
+def test_half_precision_and_zero_1_with_unequal_sites_equal_the_unsplit_run(groups: GroupPool) -> None:
+    check(groups, 6, UNEQUAL)
+
+
+def test_an_optimizer_that_needs_whole_matrices_is_refused_where_parameters_are_flattened() -> None:
+    adafactor = torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.type: found Adafactor, expected with fp16, bf16 or ZeRO stage 1"
+    ):
+        check_elementwise(adafactor, allow_untested=False)
+    check_elementwise(adafactor, allow_untested=True)
+    derived = type("Mine", (torch.optim.AdamW,), {})
+    check_elementwise(derived([torch.nn.Parameter(torch.ones(2))]), allow_untested=False)
 
 
 @pytest.mark.parity_full
