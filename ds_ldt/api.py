@@ -77,6 +77,13 @@ def initialize(
     _check_same_config(model, config or config_params or getattr(args, "deepspeed_config", None))
 
     grid = model.mpu()
+    if grid.is_closed:
+        raise ConfigError.of(
+            "model",
+            found="a module whose engine was destroyed",
+            expected="one whose process groups are open",
+            fix="build a new LDTPipelineModule",
+        )
     engine = LDTPipelineEngine(
         args=None,
         model=model,

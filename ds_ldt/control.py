@@ -21,7 +21,7 @@ from ds_ldt.announcement import (
     malformed,
 )
 from ds_ldt.errors import LinkError
-from ds_ldt.outbox import kept, silent_or_gone, wait_within
+from ds_ldt.outbox import close_posted, kept, silent_or_gone, wait_within
 from ds_ldt.transport import StreamGroups
 from ds_ldt.wire import WireGuard
 
@@ -136,6 +136,12 @@ class ControlLink:
         """
         for destination in list(self._sent):
             self._finish_sends(destination)
+
+    def abandon(self) -> None:
+        """Closes the connections on which announcements are awaited or under way. Raises nothing."""
+        sending = [work for _, sends in self._sent.values() for work, _ in sends]
+        close_posted([*sending, *(work for work, _ in self._posted.values())])
+        self._sent, self._posted = {}, {}
 
     def _finish_sends(self, destination: int) -> None:
         if destination in self._sent:

@@ -166,11 +166,46 @@ class LDTPipelineEngine(PipelineEngine):
         return self._under_construction or self.stage_id == 0
 
     def destroy(self) -> None:
-        """Finish what is being sent (unless a step has failed), end the channels' threads, do what the parent does."""
-        if "transport" in self.__dict__ and not self.transport.is_closed:
-            self.intake.close()
-            self.transport.close()
+        """Close every connection and end every thread of this engine and its module, which cannot be used again.
+
+        All ranks should call it: what is being sent is finished first, then the ranks wait for each other, a few
+        seconds at most, since a connection that is closed early may lose what is on its way. After a failed step
+        nobody is waited for. Calling it again is harmless.
+
+        Raises:
+            LinkError: a peer is gone, or did not take what was sent to it; this rank's connections are closed all the
+                same.
+        """
+        if "transport" in self.__dict__ and not self.grid.is_closed:
+            try:
+                if not self.transport.is_closed:
+                    self._finish_sending()
+                    self.transport.farewell()
+            finally:
+                self._disconnect()
         super().destroy()
+
+    def __del__(self) -> None:
+        """Finish what is being sent. Garbage is collected on each rank in its own time, so nobody is waited for."""
+        try:
+            if "transport" in self.__dict__ and not self.transport.is_closed:
+                self._finish_sending()
+            super().destroy()
+        except Exception as error:  # as the parent: an engine may be collected that was never whole
+            logger.debug("ds_ldt: clean-up of an engine skipped: %s", error)
+
+    def _finish_sending(self) -> None:
+        self.intake.close()
+        self.transport.close()
+
+    def _disconnect(self) -> None:
+        self.intake.abandon()
+        self._summary.abandon()
+        self.transport.abort()
+        self.grid.close()
+        # The threads and sockets of a group end when nobody holds it any more.
+        del self.intake, self._summary
+        self.data_parallel_group = self.seq_data_parallel_group = None
 
     def _loss_stage_global_rank(self) -> int:
         return 0
@@ -496,6 +531,7 @@ class LDTPipelineEngine(PipelineEngine):
     def _exec_schedule(self, pipe_schedule: LDTSchedule) -> None:
         """Open the step (draw and announce), execute the rank's instructions, and close it."""
         plan = pipe_schedule.plan
+        self.transport.refuse_if_closed()
         for buffers in (self._inputs, self._outputs, self._output_grads, self._losses, self._results):
             buffers.clear()
         self._owed.clear()

@@ -6,15 +6,24 @@ asks for, and creates the few process groups that collectives need.
 
 from __future__ import annotations
 
+import contextlib
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
+from ds_ldt.errors import LinkError
 from ds_ldt.topology import RankMap
+
+
+def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy process groups; those that are gone already, with the world, are passed over."""
+    for group in groups:
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(group)
 
 
 class LDTTopology(ProcessTopology):
@@ -91,23 +100,64 @@ class LDTPipelineGrid(PipelineParallelGrid):
         self.ds_model_world_size = self.pipe_parallel_size
         self.ds_model_rank = self.stage_id
 
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._closed = False
         self.dp_groups = self.rank_map.data_groups()
-        self.dp_group, self.dp_proc_group = self._create_groups(self.dp_groups)
+        self.dp_group = self._create_groups("stage", self.dp_groups)
 
         sites = [[r for r in range(self.world_size) if self.rank_map.site(r) == site] for site in ("edge", "cloud")]
         self.site = self.rank_map.site(self.global_rank)
-        self.site_ranks, self.site_group = self._create_groups(sites)
+        self.site_ranks = self._create_groups("site", sites)
         self.site_leaders = [ranks[0] for ranks in sites]
-        _, self.leader_group = self._create_groups([self.site_leaders])
+        self._create_groups("leaders", [self.site_leaders])
 
-    def _create_groups(self, rank_lists: Sequence[Sequence[int]]) -> tuple[list[int], dist.ProcessGroup | None]:
-        """Create a group for each list, on every rank in the same order; return the one that holds this rank."""
-        mine: tuple[list[int], dist.ProcessGroup | None] = ([], None)
+    def _create_groups(self, name: str, rank_lists: Sequence[Sequence[int]]) -> list[int]:
+        """Create a group for each list, on every rank in the same order; keep the one that holds this rank.
+
+        Returns:
+            The ranks of that one.
+        """
+        mine: list[int] = []
         for ranks in rank_lists:
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
             if self.global_rank in ranks:
-                mine = (list(ranks), group)
+                mine, self._groups[name] = list(ranks), group
         return mine
+
+    def _group(self, name: str) -> dist.ProcessGroup | None:
+        """A group of this rank, None where it is in none. A closed one must not pass for None, which is the world."""
+        if self._closed:
+            raise LinkError(
+                f"rank {self.global_rank}: the process groups of this module are closed, for its engine was "
+                "destroyed. Build a new LDTPipelineModule and pass it to ds_ldt.initialize."
+            )
+        return self._groups.get(name)
+
+    @property
+    def dp_proc_group(self) -> dist.ProcessGroup | None:
+        """The replicas of this stage."""
+        return self._group("stage")
+
+    @property
+    def site_group(self) -> dist.ProcessGroup | None:
+        """The ranks of this site."""
+        return self._group("site")
+
+    @property
+    def leader_group(self) -> dist.ProcessGroup | None:
+        """The first ranks of both sites; None on every other rank."""
+        return self._group("leaders")
+
+    @property
+    def is_closed(self) -> bool:
+        """True after :meth:`close`: the ranks can no longer talk through this grid."""
+        return self._closed
+
+    def close(self) -> None:
+        """Destroy the groups of this rank; who asks for one afterwards gets a :class:`~ds_ldt.errors.LinkError`."""
+        self._closed = True
+        groups, self._groups = self._groups, {}
+        destroy_groups(groups.values())
 
     @property
     def domains(self) -> range:

@@ -127,6 +127,10 @@ class Intake:
         """Wait until the cloud has received every announcement."""
         self._control.close()
 
+    def abandon(self) -> None:
+        """Close the connections of announcements. Raises nothing."""
+        self._control.abandon()
+
     def receives(self, step: Step) -> dict[Channel, list[tuple[int, Signature]]]:
         """What this rank will receive in a step: per channel the micro-batches in order, with their signatures."""
         expected: dict[Channel, list[tuple[int, Signature]]] = {}

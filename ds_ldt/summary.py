@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ldt.grid import LDTPipelineGrid
-from ds_ldt.outbox import kept
+from ds_ldt.outbox import close_posted, kept
 
 SUMMARY_SIZE = 8
 """Most numbers of a summary, float32."""
@@ -68,6 +68,12 @@ class StepSummary:
         sent.wait(timeout)
         self._post()
         return theirs[: values.numel()]
+
+    def abandon(self) -> None:
+        """Closes the connection on which the next summary is awaited. Raises nothing."""
+        if self._posted is not None:
+            close_posted([self._posted[0]])
+            self._posted = None
 
     def _post(self) -> None:
         if self._grid.is_site_leader:

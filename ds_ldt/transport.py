@@ -14,6 +14,7 @@ A message is the tensors of one micro-batch; each tensor travels on its own, in 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,10 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ldt.errors import ConfigError, LinkError, ScheduleError
+from ds_ldt.grid import destroy_groups
 from ds_ldt.inbox import STANDING, Inbox, Sizes, fits, standing_sizes
 from ds_ldt.outbox import Message, Outbox, Route, close_posted, link_failure, wait_within
 from ds_ldt.plan import Channel, Flow
 from ds_ldt.wire import Signature, WireGuard
+
+_FAREWELL_S = 10.0
+"""How long ranks that end in good order wait for each other."""
 
 _TAGGED_BACKENDS = frozenset({"gloo"})
 """Backends that tell messages on one group apart by tags, and wait on the host. Others get a group per channel."""
@@ -115,9 +120,10 @@ class StreamGroups:
     def close(self) -> None:
         """Destroys the groups; peers that still wait on them see the connection closed."""
         groups, self._created = self._created, []
-        for group in groups:
-            dist.destroy_process_group(group)
+        destroy_groups(groups)
         self.routes = {}
+        if groups:
+            del self.control  # the threads and sockets of a group end when nobody holds it any more
 
 
 def group_specs(channels: Sequence[Channel], *, backend: str, group_per_channel: bool) -> list[GroupSpec]:
@@ -197,7 +203,7 @@ class Transport:
             ScheduleError: The last step is not ended, or a channel is not an inbound channel of this rank.
             LinkError: A peer is gone.
         """
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         self._refuse_leftovers()
         for channel in receives:
             if channel.destination != self._rank or channel not in self._groups.routes:
@@ -230,7 +236,7 @@ class Transport:
             LinkError: The same in the cloud; or a peer is gone or took no message for `timeout_s`.
             ScheduleError: Not an outbound channel of this rank.
         """
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         if channel.source != self._rank or channel not in self._groups.routes:
             raise ScheduleError(f"rank {self._rank} cannot send: not an outbound channel of it: {channel}")
         self._guard.check_send(channel.boundary, tensors, gradients=channel.flow is Flow.GRADIENT)
@@ -255,7 +261,7 @@ class Transport:
             ScheduleError: The next message of the channel is that of another micro-batch, or there is none left.
             LinkError: It did not come within `timeout_s`, or the peer is gone.
         """
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         inbox = self._inboxes.get(channel)
         if inbox is None or not inbox.posted or inbox.posted[0].micro_batch != micro_batch:
             following = "none" if inbox is None or not inbox.posted else f"micro_batch {inbox.posted[0].micro_batch}"
@@ -278,7 +284,7 @@ class Transport:
             ScheduleError: A message of the step was never received.
             LinkError: A peer is gone or took no message for `timeout_s`.
         """
-        self._refuse_if_closed()
+        self.refuse_if_closed()
         self._refuse_leftovers()
         for outbox in self._outboxes.values():
             outbox.drain()
@@ -305,6 +311,14 @@ class Transport:
             for outbox in self._outboxes.values():
                 outbox.drain()
                 outbox.stop()
+
+    def farewell(self) -> None:
+        """Waits until every rank calls it too, for a few seconds at most. Raises nothing.
+
+        Whoever closes a connection first may destroy what is still on its way over it.
+        """
+        with contextlib.suppress(RuntimeError):
+            dist.monitored_barrier(self._groups.control, timeout=timedelta(seconds=_FAREWELL_S))
 
     def abort(self) -> None:
         """Gives everything up at once and destroys the groups, so that peers fail promptly too. Raises nothing."""
@@ -386,6 +400,10 @@ class Transport:
         if left:
             raise ScheduleError(f"rank {self._rank} left messages of the step unreceived: {'; '.join(left)}")
 
-    def _refuse_if_closed(self) -> None:
+    def refuse_if_closed(self) -> None:
+        """Raises a `LinkError` after `close` or `abort`."""
         if self._closed:
-            raise LinkError(f"rank {self._rank}: this transport is closed; a job that failed has to be started anew")
+            raise LinkError(
+                f"rank {self._rank}: the connections of this engine are closed, for it was destroyed or one of its "
+                "steps failed. A job that failed has to be started anew; after destroy() build a new module and engine."
+            )

@@ -60,7 +60,7 @@ def test_receives_out_of_order_or_left_over_are_caught(groups: GroupPool) -> Non
         "ScheduleError: rank 1 left messages of the step unreceived",
         "ScheduleError: rank 1 left messages of the step unreceived",
         "next message of that channel is: none",
-        "LinkError: rank 1: this transport is closed",
+        "LinkError: rank 1: the connections of this engine are closed",
     ]
     for text, pattern in zip(said, patterns, strict=True):
         assert pattern in text
@@ -92,7 +92,7 @@ def test_a_dead_peer_is_noticed_at_once(groups: GroupPool) -> None:
 
 def test_an_abort_ends_the_waits_of_the_peers(groups: GroupPool) -> None:
     (closed, abort_took), (said, took) = groups.run(2, f"{CASES}:abort_while_others_wait")
-    assert "this transport is closed" in closed
+    assert "the connections of this engine are closed" in closed
     assert "LinkError: rank 1: rank 0 is gone or closed the connection" in said
     assert abort_took < 3
     assert took < 5
