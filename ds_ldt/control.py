@@ -22,7 +22,7 @@ from ds_ldt.announcement import (
 )
 from ds_ldt.errors import LinkError
 from ds_ldt.outbox import close_posted, kept, silent_or_gone, wait_within
-from ds_ldt.transport import StreamGroups
+from ds_ldt.streams import StreamGroups
 from ds_ldt.wire import WireGuard
 
 _HEAD_TAG, _OVERFLOW_TAG = 0, 1

@@ -42,8 +42,9 @@ from ds_ldt.recording import Recording
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
 from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule, WeightPass
 from ds_ldt.shapes import ShapeTracer
+from ds_ldt.streams import StreamGroups
 from ds_ldt.summary import StepSummary
-from ds_ldt.transport import StreamGroups, Transport
+from ds_ldt.transport import Transport
 from ds_ldt.wire import WireGuard, signature_of
 
 ScheduleType = TypeVar("ScheduleType", bound=LDTSchedule)

@@ -23,7 +23,7 @@ from ds_ldt.plan import Channel, Flow, Plan
 from ds_ldt.recent import Recent
 from ds_ldt.reduce import bounded
 from ds_ldt.shapes import ShapeTracer, shapes_of, without_gradients
-from ds_ldt.transport import StreamGroups
+from ds_ldt.streams import StreamGroups
 from ds_ldt.wire import Signature, WireGuard, gradient_signature
 
 MicroBatchKey = tuple[int, int]

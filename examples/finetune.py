@@ -115,6 +115,7 @@ def main() -> None:
             f"held-out loss {result['held_out_before']:.4f} before and {result['held_out_after']:.4f} after training"
         )
         (args.save / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
+    engine.destroy()
     comm.destroy_process_group()
 
 

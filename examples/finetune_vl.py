@@ -201,6 +201,7 @@ def finetune(args: argparse.Namespace) -> dict[str, Any]:
         print(f"held-out loss {before:.4f} before and {result['held_out_after']:.4f} after training")
         if args.save is not None:
             (args.save / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
+    engine.destroy()
     return result
 
 

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -350,9 +350,23 @@ def _initialise(init: str | None, group_timeout_s: float) -> None:
     deepspeed.init_distributed(init, timeout=timedelta(seconds=group_timeout_s))
 
 
+_endings: list[Callable[[], object]] = []
+
+
+def when_done(ending: Callable[[], object]) -> None:
+    """Has this child call `ending` when its target has returned; an error of it counts as one of the target.
+
+    Endings are called in the order in which they came, which is the same on every rank; not after an error.
+    """
+    _endings.append(ending)
+
+
 def _call(target: str, args: tuple[Any, ...]) -> Any:
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)(*args)
+    result = getattr(importlib.import_module(module), name)(*args)
+    while _endings:
+        _endings.pop(0)()
+    return result
 
 
 def _answer(function: Any, *args: Any) -> bytes:

@@ -6,6 +6,8 @@ import contextlib
 import csv
 import gc
 import io
+import os
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 import ds_ldt
-from tests.engine.cases import toy_engine, toy_module, weights_of
+from tests.engine.cases import initialize, toy_engine, toy_module, weights_of
 from tests.engine.scenarios import SCENARIOS
 from tests.toy import Points, domain_batches
 
@@ -41,7 +43,7 @@ def train_scenario(name: str, settings: dict[str, Any], steps: int, options: dic
         **options,
     )
     data = scenario.dataset() if dist.get_rank() < module.job.num_replicas else None
-    engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data, collate_fn=scenario.collate)
+    engine = initialize(model=module, training_data=data, collate_fn=scenario.collate)
     return _train(engine, steps)
 
 
@@ -97,7 +99,7 @@ def count_label_mismatches(settings: dict[str, Any], steps: int) -> tuple[int, i
     num_layers = sum(map(sum, settings["ldt"]["pipeline_num_layers"]))
     module = ds_ldt.LDTPipelineModule([LayerSpec(Scale)] * num_layers, settings, loss_fn)
     data = Numbered(64) if dist.get_rank() < module.job.num_replicas else None
-    engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data)
+    engine = initialize(model=module, training_data=data)
     loss = [engine.train_batch().item() for _ in range(steps)][-1]
     return seen.count(False), len(seen), loss
 
@@ -126,7 +128,7 @@ def _batches(settings: dict[str, Any], count: int, seed: int = 7, size: int | No
 def edge_without_data(settings: dict[str, Any]) -> str:
     """train_batch with no data anywhere: the message on this rank."""
     module = toy_module(settings)
-    engine, _, _, _ = ds_ldt.initialize(model=module)
+    engine = initialize(model=module)
     try:
         engine.train_batch()
     except ds_ldt.LDTError as error:
@@ -249,7 +251,7 @@ def train_frozen(settings: dict[str, Any], steps: int, frozen: list[int]) -> dic
     if module.stage_id in frozen:
         module.requires_grad_(False)
     data = Points(96) if on_edge() else None
-    engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data)
+    engine = initialize(model=module, training_data=data)
     before = weights_of(engine)
     losses = [engine.train_batch().item() for _ in range(steps)]
     after = weights_of(engine)
@@ -301,7 +303,7 @@ def tied_engine(settings: dict[str, Any]) -> ds_ldt.LDTPipelineEngine:
     ]
     module = ds_ldt.LDTPipelineModule(tied, settings, loss_fn=lambda y, t: ((y[:, :3] - t) ** 2).mean())
     data = Points(96) if dist.get_rank() < module.job.num_replicas else None
-    engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data)
+    engine = initialize(model=module, training_data=data)
     return engine
 
 
@@ -313,3 +315,49 @@ def garbage_remains(settings: dict[str, Any]) -> int:
     engine.train_batch()
     gc.collect()
     return sum(reference() is not None for reference in kept)
+
+
+def left_behind(settings: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Threads and open files of this process before and after engines were made, used and destroyed; and what a
+    destroyed engine says."""
+
+    def open_now() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def told(action: Any) -> str:
+        try:
+            action()
+        except ds_ldt.LDTError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    before, engines = open_now(), []
+    for _ in range(3):
+        engines.append(toy_engine(settings))
+        engines[-1].train_batch()
+        working = open_now()
+        engines[-1].destroy()
+    engines[-1].destroy()
+    last = engines[-1]
+    return {
+        "before": before,
+        "working": working,
+        "after": open_now(),
+        "told": [
+            told(last.train_batch),
+            told(lambda: last.save_checkpoint(directory)),
+            told(lambda: ds_ldt.initialize(model=last.module)),
+        ],
+    }
+
+
+def destroy_alone(settings: dict[str, Any]) -> float:
+    """Seconds that the end of an engine takes where rank 0 has given up, as after a failed step."""
+    engine = toy_engine(settings)
+    engine.train_batch()
+    if on_edge():
+        engine.transport.abort()
+    begin = time.monotonic()
+    engine.destroy()
+    return time.monotonic() - begin

@@ -10,6 +10,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_ldt
+from tests.harness import when_done
 from tests.toy import Points, layer_classes
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -68,12 +69,18 @@ def toy_module(settings: dict[str, Any], **options: Any) -> ds_ldt.LDTPipelineMo
     )
 
 
+def initialize(**options: Any) -> ds_ldt.LDTPipelineEngine:
+    """`ds_ldt.initialize` for tests: the engine is destroyed when the target of the test has returned."""
+    engine, _, _, _ = ds_ldt.initialize(**options)
+    when_done(engine.destroy)
+    return engine
+
+
 def toy_engine(settings: dict[str, Any], *, dataset_size: int = 96, **options: Any) -> ds_ldt.LDTPipelineEngine:
     """An engine for the toy model with its data set; in the cloud the data set explodes when it is touched."""
     module = toy_module(settings, **options)
     data = Points(dataset_size) if dist.get_rank() < settings["ldt"]["edge"]["data_parallel_size"] else Untouchable()
-    engine, _, _, _ = ds_ldt.initialize(model=module, config=settings, training_data=data)
-    return engine
+    return initialize(model=module, config=settings, training_data=data)
 
 
 class Untouchable:
@@ -104,6 +111,7 @@ def train(settings: dict[str, Any], steps: int) -> dict[str, Any]:
     for _ in range(steps):
         losses.append(engine.train_batch().item())
         norms.append(engine.get_global_grad_norm())
+    engine.destroy()
     return {"losses": losses, "norms": norms, "weights": weights_of(engine), "stage": engine.stage_id}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ds_ldt
 from ds_ldt.announcement import short_fingerprint
-from tests.engine.cases import config, layout, toy_engine, toy_module
+from tests.engine.cases import config, initialize, layout, toy_engine, toy_module
 from tests.toy import Block, Head, Points, Stem
 
 
@@ -85,7 +85,7 @@ def leak_an_int_tensor() -> tuple[str, str, float]:
     """The head returns an int tensor that the wire schema does not declare."""
     layers = [LayerSpec(LeakingStem), *[LayerSpec(LeakyBlock)] * 3, LayerSpec(LeakyHead)]
     module = ds_ldt.LDTPipelineModule(layers, config(layout(2, 2), timeout_s=10), nn.functional.mse_loss)
-    engine, *_ = ds_ldt.initialize(model=module, training_data=Points(32) if dist.get_rank() == 0 else None)
+    engine = initialize(model=module, training_data=Points(32) if dist.get_rank() == 0 else None)
     sent: list[Any] = []
     engine.transport.on_send = lambda *message: sent.append(message)
     result = outcome(engine.train_batch)
@@ -104,7 +104,7 @@ def fail_in_the_cloud() -> tuple[str, str, float]:
     """A layer of stage 1 raises in the middle of a step; the edge must hear of it long before its timeout."""
     layers = [LayerSpec(Stem), LayerSpec(Block), LayerSpec(FailingBlock), LayerSpec(Block), LayerSpec(Head)]
     module = ds_ldt.LDTPipelineModule(layers, config(layout(2, 2), timeout_s=40), nn.functional.mse_loss)
-    engine, *_ = ds_ldt.initialize(model=module, training_data=Points(32) if dist.get_rank() == 0 else None)
+    engine = initialize(model=module, training_data=Points(32) if dist.get_rank() == 0 else None)
     try:
         return outcome(engine.train_batch)
     except LookupError as error:

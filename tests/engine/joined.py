@@ -22,7 +22,7 @@ import ds_ldt.errors
 from ds_ldt.layout import Layout
 from ds_ldt.shapes import Shapes
 from ds_ldt.wire import WireSchema, WireTensor
-from tests.engine.cases import Untouchable, config, weights_of
+from tests.engine.cases import Untouchable, config, initialize, weights_of
 from tests.toy import WIDTH, Block, Head, Stem
 
 LAYERS = {"vision_encoder": [[1, 1], [1, 0], [0, 0]], "text_decoder": [[0, 0], [1, 1], [1, 0]]}
@@ -152,7 +152,7 @@ def build(wanted: dict[str, Any], *, said: bool, **changes: Any) -> ds_ldt.LDTPi
 def engine_of(module: ds_ldt.LDTPipelineModule) -> ds_ldt.LDTPipelineEngine:
     """An engine with data on the edge only."""
     data = Pictures() if dist.get_rank() == 0 else Untouchable()
-    return ds_ldt.initialize(model=module, training_data=data, collate_fn=collate)[0]
+    return initialize(model=module, training_data=data, collate_fn=collate)
 
 
 def refusals() -> list[str]:

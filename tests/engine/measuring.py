@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ldt
-from tests.engine.cases import toy_engine, weights_of
+from tests.engine.cases import initialize, toy_engine, weights_of
 from tests.toy import Block, Head, Points, Stem
 
 SLEEP_S = 0.015
@@ -31,7 +31,7 @@ def train_measured(settings: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train with the middle layer slow: what each rank saw, and the fingerprint of the plan before each step."""
     layers = [Stem, Block, SlowBlock, Block, Head]
     module = ds_ldt.LDTPipelineModule([LayerSpec(layer) for layer in layers], settings, nn.functional.mse_loss)
-    engine, *_ = ds_ldt.initialize(model=module, training_data=Points(96) if dist.get_rank() == 0 else None)
+    engine = initialize(model=module, training_data=Points(96) if dist.get_rank() == 0 else None)
     losses, norms, plans = [], [], []
     for _ in range(steps):
         plans.append(engine._train_schedule().plan.fingerprint)

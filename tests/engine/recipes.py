@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import ds_ldt
-from tests.engine.cases import toy_module, weights_of
+from tests.engine.cases import initialize, toy_module, weights_of
 from tests.toy import Points
 
 DECAYING: dict[str, float] = {"lr": 0.05, "momentum": 0.9}
@@ -21,7 +21,7 @@ def train_by_all(cases: list[tuple[dict[str, Any], str]], steps: int) -> list[di
 def _train(settings: dict[str, Any], source: str, steps: int) -> dict[str, Any]:
     module = toy_module(settings)
     data = Points(96) if module.mpu().site == "edge" else None
-    engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data, **_recipe(source, module))
+    engine = initialize(model=module, training_data=data, **_recipe(source, module))
     losses, norms, rates = [], [], []
     for _ in range(steps):
         losses.append(engine.train_batch().item())
@@ -50,7 +50,7 @@ def compiled_equals_eager(settings: dict[str, Any], steps: int) -> dict[str, Any
     for name in ("eager", "compiled"):
         module = toy_module(settings)
         data = Points(96) if module.mpu().site == "edge" else None
-        engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data)
+        engine = initialize(model=module, training_data=data)
         if name == "compiled":
             engine.compile(backend="eager")
         runs[name] = [engine.train_batch().item() for _ in range(steps)]

@@ -11,7 +11,7 @@ from torch import Tensor
 import ds_ldt
 from ds_ldt.deferred import WeightLedger
 from tests.engine.behaviour import as_bf16, tied_engine
-from tests.engine.cases import toy_engine, toy_module, weights_of
+from tests.engine.cases import initialize, toy_engine, toy_module, weights_of
 from tests.toy import Points
 
 
@@ -44,7 +44,7 @@ def frozen_engine(settings: dict[str, Any]) -> ds_ldt.LDTPipelineEngine:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name.endswith("bias"))
     data = Points(96) if module.stage_id == 0 else None
-    engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data)
+    engine = initialize(model=module, training_data=data)
     return engine
 
 

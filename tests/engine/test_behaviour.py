@@ -370,3 +370,19 @@ def test_S32_a_checkpoint_behind_a_frozen_edge_keeps_its_gradients(groups: Group
     )
     assert [rank["losses"] for rank in kept] == [rank["losses"] for rank in plain]
     assert [rank["changed"] for rank in kept] == [False, True, True]
+
+
+def test_a_destroyed_engine_leaves_no_thread_and_no_connection(groups: GroupPool, tmp_path: Path) -> None:
+    for seen in run(groups, 2, "left_behind", config(layout(2, 2)), str(tmp_path)):
+        assert seen["working"][0] > seen["before"][0] + 10, "there was nothing to leave behind"
+        assert seen["working"][1] > seen["before"][1] + 10
+        assert seen["after"][0] <= seen["before"][0]
+        assert seen["after"][1] <= seen["before"][1]
+        step, checkpoint, module = seen["told"]
+        assert step.startswith("LinkError") and "it was destroyed" in step
+        assert checkpoint.startswith("LinkError") and "its engine was destroyed" in checkpoint
+        assert module.startswith("ConfigError") and "build a new LDTPipelineModule" in module
+
+
+def test_after_a_failure_nobody_waits_for_the_others_when_an_engine_is_destroyed(groups: GroupPool) -> None:
+    assert max(run(groups, 2, "destroy_alone", config(layout(2, 2)))) < 5

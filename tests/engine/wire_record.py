@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 import ds_ldt
+from tests.engine.cases import initialize
 from tests.models.tiny import tiny_config
 
 SENDING = ("isend", "send", "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "gather")
@@ -53,7 +54,7 @@ def train_and_record(settings: dict[str, Any]) -> dict[str, Any]:
     rows, numbers = batches()
     with recorded(sent):
         module = ds_ldt.models.from_pretrained(tiny_config("llama", vocab_size=9000), config=settings)
-        engine, *_ = ds_ldt.initialize(model=module)
+        engine = initialize(model=module)
         data = iter(rows) if dist.get_rank() == 0 else None
         losses = [engine.train_batch(data).item(), engine.train_batch().item()]
         losses.append(engine.eval_batch(iter(rows) if dist.get_rank() == 0 else None).item())

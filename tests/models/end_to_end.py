@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_ldt
+from tests.engine.cases import initialize
 from tests.models.tiny import batch_of
 
 KINDS = ("plain", "left", "packed", "ignored")
@@ -21,7 +22,7 @@ def train(source: str, config: dict[str, Any], save_to: str, options: dict[str, 
     torch.set_num_threads(1)
     rank = dist.get_rank()
     module = ds_ldt.models.from_pretrained(source, config=config, **options)
-    engine, *_ = ds_ldt.initialize(model=module, config=config)
+    engine = initialize(model=module, config=config)
     data = batches() if rank == 0 else None
     losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
     engine.save_checkpoint(f"{save_to}/{'edge' if rank == 0 else 'cloud'}")

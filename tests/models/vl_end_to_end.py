@@ -12,6 +12,7 @@ from torch import Tensor
 import ds_ldt
 from ds_ldt.models import family_of, read_hf_config
 from examples import finetune_vl
+from tests.engine.cases import initialize
 from tests.engine.wire_record import recorded
 from tests.models.tiny_vl import vl_batch_of
 
@@ -46,7 +47,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     sent: list[tuple[str, Tensor]] = []
     with recorded(sent) if marked else nullcontext():
         module = ds_ldt.models.from_pretrained(case["model"], config=settings)
-        engine, *_ = ds_ldt.initialize(model=module, config=settings)
+        engine = initialize(model=module, config=settings)
         data = batches(kinds, marked=marked) if engine.site == "edge" else None
         losses, norms = [], []
         for _ in range(STEPS):
@@ -61,6 +62,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         for index, layer in module.owned_layers().items()
         for key, tensor in layer.state_dict().items()
     }
+    engine.destroy()
     found = [(name, str(t.dtype), tuple(t.shape)) for name, t in sent if holds(t, kinds)]
     return {"losses": losses, "norms": norms, "weights": weights, "found": found, "num_sent": len(sent)}
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ds_ldt.errors import LDTError
 from ds_ldt.plan import Channel, Flow
-from ds_ldt.transport import StreamGroups, Transport
+from ds_ldt.streams import StreamGroups
+from ds_ldt.transport import Transport
 from ds_ldt.wire import DEFAULT_SCHEMA, WireGuard, WireSchema, WireTensor, signature_of
 
 MODES = ("tags", "group per channel", "device order")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ds_ldt.announcement import Announcement, StepId, StepKind
 from ds_ldt.control import ControlLink
 from ds_ldt.errors import LDTError
-from ds_ldt.transport import StreamGroups
+from ds_ldt.streams import StreamGroups
 from ds_ldt.wire import DEFAULT_SCHEMA, TensorSignature, WireGuard, WireSchema, WireTensor
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ds_ldt.errors import LinkError
 from ds_ldt.outbox import Message, Outbox, kept
 from ds_ldt.plan import Channel, Flow
-from ds_ldt.transport import GroupSpec, StreamGroups, group_specs
+from ds_ldt.streams import GroupSpec, StreamGroups, group_specs
 
 CHANNELS = [
     Channel(domain=domain, boundary=boundary, flow=flow, source=source, destination=destination)
