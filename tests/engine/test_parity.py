@@ -14,6 +14,7 @@ import pytest
 
 from tests.engine.cases import config, layout
 from tests.engine.parity import assert_parity, oracle
+from tests.engine.test_precision import NUM_RANKS_OF_UNEQUAL, UNEQUAL, check
 from tests.harness import GroupPool
 
 STEPS = 5
@@ -96,6 +97,8 @@ def test_the_subset_covers_every_value_of_every_dimension() -> None:
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_split_training_equals_unsplit_training(groups: GroupPool, world_size: int) -> None:
     _check(groups, [case for case in COVERING if case.world_size == world_size], deadline_s=150)
+    if world_size == NUM_RANKS_OF_UNEQUAL:
+        check(groups, world_size, UNEQUAL)
 
 
 @pytest.mark.parity_full
