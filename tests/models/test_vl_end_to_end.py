@@ -45,6 +45,7 @@ class Case:
     marked: bool = False
     freeze: tuple[str, ...] = ()
     pipeline: tuple[tuple[str, int], ...] = ()
+    zero_stage: int = 0
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -54,6 +55,7 @@ class Case:
             "steps_per_print": 1000,
             "optimizer": OPTIMIZERS[self.optimizer],
             "pipeline": dict(self.pipeline),
+            "zero_optimization": {"stage": self.zero_stage},
             "ldt": {
                 "pipeline_num_layers": self.matrices,
                 "cloud": {"data_parallel_size": self.num_domains},
@@ -91,6 +93,7 @@ CASES: dict[int, list[Case]] = {
             tied=True,
             clipping=0.5,
             kinds=("mixed", "text only", "left", "text only"),
+            zero_stage=1,
         ),
         Case(name="P=3", matrices=THREE_CHUNKS[3], optimizer="AdamW"),
         Case(name="decoder and merger frozen", matrices=THREE_CHUNKS[3], freeze=("embedding", "merger", TEXT, "head")),
