@@ -174,8 +174,22 @@ class GroupSession:
             raise GroupError(f"{title}: {len(failures)} failed", failures)
         return answers
 
+    def pause(self) -> None:
+        """Stops the processes where they are, between two cases, so that they take nothing of the machine."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets the processes go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, number)  # each child leads a session of its own
+
     def close(self) -> None:
         """Ends the processes (those idle end by themselves) and removes their files. The session can be used again."""
+        self.resume()
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.connection.close()

@@ -13,7 +13,7 @@ from tests.benchmarks.delay import InProcessLink
 from tests.benchmarks.link import Direction, Link, namespace
 from tests.benchmarks.peers import ROWS, Row
 from tests.benchmarks.setting import Setup
-from tests.benchmarks.work import Stopwatch, TimedCell
+from tests.benchmarks.work import Stopwatch, TimedCell, TimedLedger
 
 TINY = Setup(layer_s=0.002, cloud_layers=2, num_micro_batches=6, message_bytes=4096)
 
@@ -46,6 +46,19 @@ def test_the_backward_can_be_split_in_equal_halves(monkeypatch: pytest.MonkeyPat
     assert Stopwatch.worked_s == pytest.approx(0.004)
     torch.autograd.grad(output, list(cell.parameters()))
     assert Stopwatch.worked_s > 0.005
+
+
+def test_ds_ldt_can_put_the_weight_half_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stopwatch, "worked_s", 0.0)
+    ledger, cell = TimedLedger(), TimedCell(Setup(layer_s=0.0005), 2, later=True)
+    with ledger.deferring():
+        output = cell(torch.ones(2, 3, requires_grad=True))
+    with ledger.owed_by(0):
+        output.sum().backward()
+    assert Stopwatch.worked_s == pytest.approx(0.002)
+    ledger.settle(0)
+    assert Stopwatch.worked_s == pytest.approx(0.003)
+    assert cell.weight.grad.item() == 6
 
 
 def test_a_direction_delays_by_rate_and_latency(tmp_path) -> None:
@@ -101,7 +114,7 @@ print(time.monotonic() - begin)
 @pytest.mark.distributed
 @pytest.mark.skipif(link.available() is not None, reason=f"the emulated link needs {link.available()}")
 def test_ds_ldt_and_a_peer_are_measured_over_the_emulated_link() -> None:
-    measure([ROWS[0], next(row for row in ROWS if "ZBV" in row.name)], over_link=True)
+    measure([next(row for row in ROWS if wanted in row.name) for wanted in ("split", "ZBV")], over_link=True)
 
 
 @pytest.mark.distributed

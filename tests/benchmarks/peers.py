@@ -30,6 +30,7 @@ class Row:
         name: as printed.
         builder: name of the function below that makes its engine.
         policy: schedule policy of ds_ldt.
+        split: ds_ldt runs the backward of a cloud stage in two halves.
         domains: D.
         edge_last: the last rank is on the edge too, as a process of its own.
         multiple_of_stages: M must be a multiple of P: the least such above is run, and its time taken in proportion.
@@ -39,6 +40,7 @@ class Row:
     name: str
     builder: str
     policy: str = ""
+    split: bool = False
     domains: int = 1
     edge_last: bool = False
     multiple_of_stages: bool = False
@@ -59,6 +61,7 @@ class Row:
 
 ROWS = (
     Row(name="ds_ldt auto", builder="ds_ldt", policy="auto"),
+    Row(name="ds_ldt auto, split", builder="ds_ldt", policy="auto", split=True, note="backward in two halves"),
     Row(name="ds_ldt ldt_1f1b", builder="ds_ldt", policy="ldt_1f1b"),
     Row(name="DeepSpeed PipelineModule 1F1B", builder="deepspeed_1f1b", edge_last=True, note="two edge processes"),
     Row(name="DeepSpeed DualPipeVModule", builder="deepspeed_dualpipev"),
@@ -103,10 +106,11 @@ def prepare(place: Place) -> None:
     import torch
     from deepspeed import ops
 
-    from tests.benchmarks.setting import precise_sleeps
+    from tests.benchmarks.setting import end_with_parent, precise_sleeps
 
     torch.set_num_threads(1)
     precise_sleeps()
+    end_with_parent()
     ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at first use
     if place.directory is not None:
         from tests.benchmarks.delay import install
@@ -181,14 +185,19 @@ def _ds_ldt(row: Row, setup: Any, latency_s: float) -> Callable[[], Any]:
     from torch.nn.functional import mse_loss
 
     import ds_ldt
-    from tests.benchmarks.work import TimedCell, micro_batches
+    from tests.benchmarks.work import TimedCell, TimedLedger, micro_batches
 
     settings = _settings(setup) | {
         "ldt": {
             "pipeline_num_layers": setup.matrix,
             "cloud": {"data_parallel_size": row.domains},
             # The hints are true, and every policy is compared with the same ones.
-            "schedule": {"policy": row.policy, "layer_forward_ms": setup.layer_s * 1e3 or 1.0, "measure_steps": 0},
+            "schedule": {
+                "policy": row.policy,
+                "split_backward": row.split,
+                "layer_forward_ms": setup.layer_s * 1e3 or 1.0,
+                "measure_steps": 0,
+            },
             "link": {
                 "latency_ms": latency_s * 1e3,
                 "bandwidth_mbps": setup.mbps,
@@ -198,11 +207,14 @@ def _ds_ldt(row: Row, setup: Any, latency_s: float) -> Callable[[], Any]:
         }
     }
     layers = []
-    for count in (number for row in setup.matrix for number in row if number):
+    cells = [(number, stage > 0) for line in setup.matrix for stage, number in enumerate(line) if number]
+    for count, is_cloud in cells:
         # Plans count layers, so a cell has as many as it should; the first of them sleeps for all.
-        layers += [LayerSpec(TimedCell, setup, count, not layers), *[LayerSpec(Identity)] * (count - 1)]
+        timed = LayerSpec(TimedCell, setup, count, not layers, row.split and is_cloud)
+        layers += [timed, *[LayerSpec(Identity)] * (count - 1)]
     module = ds_ldt.LDTPipelineModule(layers=layers, config=settings, loss_fn=mse_loss)
     engine, _, _, _ = ds_ldt.initialize(model=module)
+    engine._owed = TimedLedger()
     batches = micro_batches(setup) if module.mpu().site == "edge" else None
     _process["close"], _process["engine"] = engine.destroy, engine
     return lambda: engine.train_batch(batches)

@@ -56,7 +56,7 @@ class Cell:
 
 @dataclass(slots=True, kw_only=True)
 class Lane:
-    """The processes of one row; they live through the whole run, and are idle while it is another row's turn."""
+    """The processes of one row; they live through the whole run, and are stopped while it is another row's turn."""
 
     row: Row
     setup: Setup
@@ -77,6 +77,15 @@ class Lane:
             directory=None if self.link is not None else directory,
         )
         self.session.run(f"{_MODULE}:prepare", place, deadline_s=_BUILD_DEADLINE_S)
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """While the processes run; before and after they are stopped."""
+        self.session.resume()
+        try:
+            yield
+        finally:
+            self.session.pause()
 
     def build(self, latency_s: float) -> None:
         """Make the engines, or tell them of a new latency."""
@@ -148,7 +157,8 @@ def open_lanes(rows: Sequence[Row], setup: Setup, *, over_link: bool) -> Iterato
             session = stack.enter_context(GroupSession(row.world_size(setup.num_stages)))
             lanes.append(Lane(row=row, setup=setup, session=session, link=link))
             (own := Path(directory) / str(index)).mkdir()
-            lanes[-1].start(str(own))
+            with lanes[-1].awake():
+                lanes[-1].start(str(own))
             say(f"{row.name}: {session.world_size} processes are up")
         yield lanes
 
@@ -167,11 +177,13 @@ def measure(
         if lanes[0].link is not None:
             lanes[0].link.set(latency_s=latency_s, mbps=setup.mbps)
         for lane in lanes:
-            lane.build(latency_s)
+            with lane.awake():
+                lane.build(latency_s)
         for turn in range(turns):
             for lane in lanes:
                 cell = cells.setdefault((lane.row.name, ratio), Cell())
-                lane.turn(cell, latency_s, steps)
+                with lane.awake():
+                    lane.turn(cell, latency_s, steps)
                 spread = " ".join(f"{seconds:.3f}" for seconds in cell.steps_s[-steps:])
                 say(f"L = {ratio:g} t, turn {turn + 1} of {turns}: {lane.row.name}: {spread} s")
     return cells

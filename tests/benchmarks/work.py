@@ -9,12 +9,14 @@ that split the backward can put the second off, the others run one after the oth
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from ds_ldt.deferred import WeightLedger
 from tests.benchmarks.setting import Setup
 
 
@@ -38,35 +40,29 @@ class Stopwatch:
             cls._late_s = time.monotonic() - until
 
 
-class _Input(torch.autograd.Function):
-    """Takes time forward, and backward for the gradient of the input."""
+class _Half(torch.autograd.Function):
+    """Hands a tensor on, and takes time backward: for the gradient of the input, or for that of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        begin = time.monotonic()
+    def forward(ctx: Any, tensor: Tensor, backward_s: float) -> Tensor:
         ctx.seconds = backward_s
-        outputs = inputs.view_as(inputs)
-        Stopwatch.sleep(forward_s, begin)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        Stopwatch.sleep(ctx.seconds, time.monotonic())
-        return grads[0], None, None
-
-
-class _Weight(torch.autograd.Function):
-    """Takes time backward, for the gradient of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, backward_s: float) -> Tensor:
-        ctx.seconds = backward_s
-        return weight.view_as(weight)
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         Stopwatch.sleep(ctx.seconds, time.monotonic())
         return grads[0], None
+
+
+class TimedLedger(WeightLedger):
+    """A ledger of ds_ldt in which a weight gradient takes the time that its cell has set for it."""
+
+    def settle(self, key: Hashable) -> list[Tensor]:
+        """Make the weight gradients that were put off under a key."""
+        begin = time.monotonic()
+        weights = super().settle(key)
+        Stopwatch.sleep(sum(weight.seconds for weight in weights), begin)
+        return weights
 
 
 class TimedCell(nn.Module):
@@ -77,19 +73,25 @@ class TimedCell(nn.Module):
         count: how many layers it stands for.
         first: the first cell of a model has no gradient of its input to compute: all of its backward is for the
             weight.
+        later: the weight is that of a linear layer, whose gradient ds_ldt can put off until a `TimedLedger` makes it.
     """
 
-    def __init__(self, setup: Setup, count: int, first: bool = False) -> None:
+    def __init__(self, setup: Setup, count: int, first: bool = False, later: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(1, 1))
+        self.register_buffer("one", torch.ones(1, 1))
         self.forward_s = count * setup.layer_s
         self.input_s = 0.0 if first else self.forward_s
-        self.weight_s = 2 * self.forward_s - self.input_s
+        self.weight.seconds = 2 * self.forward_s - self.input_s
+        self.later = later
 
     def forward(self, inputs: Tensor) -> Tensor:
-        seconds = 0.0 if inputs.is_meta else self.forward_s
+        begin = time.monotonic()
         # The sum is where the two ways part, backwards: torch's zero-bubble schedule runs each from there, and once.
-        return _Input.apply(inputs, seconds, self.input_s) + _Weight.apply(self.weight, self.weight_s)
+        weight = linear(self.one, self.weight) if self.later else _Half.apply(self.weight, self.weight.seconds)
+        outputs = _Half.apply(inputs, self.input_s) + weight
+        Stopwatch.sleep(0.0 if inputs.is_meta else self.forward_s, begin)
+        return outputs
 
 
 def micro_batches(setup: Setup) -> Iterator[tuple[Tensor, Tensor]]:
