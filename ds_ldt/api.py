@@ -98,7 +98,7 @@ def initialize(
     )
     if grid.global_rank == 0:
         logger.info(f"ds_ldt on {get_accelerator().device_name()}: {engine.describe()}")
-        warning = memory_warning(model.job, known_from_config(model.job, model.layout))
+        warning = memory_warning(model.job, known_from_config(model.job, model.layout), running=True)
         if warning is not None:
             logger.warning(warning)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

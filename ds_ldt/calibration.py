@@ -23,7 +23,7 @@ from ds_ldt.grid import LDTPipelineGrid
 from ds_ldt.intake import Step
 from ds_ldt.outbox import kept
 from ds_ldt.plan import Op, PipelineShape
-from ds_ldt.plan.measured import Duration, LinkTimes, Readings, Size, asked_of
+from ds_ldt.plan.measured import Duration, Kept, LinkTimes, Reading, Readings, Size, asked_of
 from ds_ldt.reduce import sum_over_sites
 from ds_ldt.schedule import Key
 from ds_ldt.wire import Signature
@@ -90,7 +90,12 @@ class Calibration:
         return handle
 
     def share(
-        self, shape: PipelineShape, grid: LDTPipelineGrid, device: torch.device | str
+        self,
+        shape: PipelineShape,
+        grid: LDTPipelineGrid,
+        device: torch.device | str,
+        *,
+        held: Mapping[int, int],
     ) -> tuple[Readings, LinkTimes]:
         """Measure the link, and exchange all that was measured. Every rank of both sites calls it.
 
@@ -98,11 +103,12 @@ class Calibration:
             shape: the shape that was measured.
             grid: the groups.
             device: where the groups want their tensors.
+            held: virtual stage of this rank -> bytes that it keeps of a micro-batch in flight.
 
         Returns:
             The readings of all ranks, and the times that the leaders took; bit-equal everywhere.
         """
-        asked, own = asked_of(shape), self._readings()
+        asked, own = asked_of(shape), self._readings(held)
         there, back = [0] * _TRAIN, [0] * _TRAIN
         pings = [0] * _PINGS
         if grid.is_site_leader:
@@ -119,10 +125,11 @@ class Calibration:
             num_bytes=_WAGON_BYTES,
         )
 
-    def _readings(self) -> dict[Duration | Size, int]:
+    def _readings(self, held: Mapping[int, int]) -> dict[Reading, int]:
         return {
             **{Duration(self._rank, *what): round(statistics.median(times)) for what, times in self._times.items()},
             **{Size(self._rank, boundary): num_bytes for boundary, num_bytes in self._sizes.items()},
+            **{Kept(self._rank, virtual_stage): num_bytes for virtual_stage, num_bytes in held.items()},
         }
 
 

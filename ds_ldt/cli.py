@@ -1,6 +1,7 @@
 """The command `ds-ldt`: plan a configuration and draw it, without torch, processes or a model; check two sites.
 
     ds-ldt plan config.json [--json] [--set ldt.link.latency_ms=40] [--costs costs.json]
+    ds-ldt plan config.json --memory --model DIRECTORY --sequence-length 2048
     ds-ldt draw config.json -o plan.svg
     ds-ldt draw --trace trace.json -o run.svg
     ds-ldt draw config.json --trace trace.json -o both.svg
@@ -22,10 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_ldt.arguments import port, seconds, tokens
 from ds_ldt.config import JobConfig, LDTConfig, load_config
 from ds_ldt.errors import ConfigError, LDTError
 from ds_ldt.json_file import read_json
 from ds_ldt.layout import Layout, VirtualStage
+from ds_ldt.memory_report import MemoryReport, memory_report
 from ds_ldt.modalities import VISION
 from ds_ldt.plan import PipelineShape, Timeline, build_plan
 from ds_ldt.plan.compare import differences
@@ -36,8 +39,6 @@ from ds_ldt.plan.trace import read_trace
 
 _SHOWN_DIFFERENCES = 10
 _RANKS_SHOWN = 16
-_HIGHEST_PORT = 65535
-_LONGEST_WAIT_S = 604800.0
 _STATEMENT = (
     "What may cross the link is the wire schema, which belongs to the model: module.wire.describe() prints it, and so",
     'does the README under "What the cloud learns". Samples, token ids and labels are not sent. What is sent can be',
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.command == "plan" and options.model is not None and not options.memory:
+        parser.error("--model is for --memory")
     if options.command == "draw" and options.config is None and options.trace is None:
         parser.error("draw needs a configuration, a --trace, or both")
     try:
@@ -86,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="say how the micro-batches of a configuration will be scheduled")
     plan.add_argument("config", help="DeepSpeed JSON with an ldt section")
     plan.add_argument("--json", action="store_true", help="print JSON, the orders of all ranks included")
+    plan.add_argument("--memory", action="store_true", help="estimate the memory of every rank")
+    plan.add_argument("--model", help="with --memory: Hugging Face directory; only its config.json is read")
+    plan.add_argument("--sequence-length", type=tokens, default=512, help="with --model: tokens of a sample (512)")
     draw = commands.add_parser("draw", help="draw the planned timeline, a measured one, or both")
     draw.add_argument("config", nargs="?", help="DeepSpeed JSON with an ldt section")
     draw.add_argument("-o", "--output", required=True, help="the picture: .svg, .png or .pdf")
@@ -121,29 +127,13 @@ def _add_meeting(check: argparse.ArgumentParser) -> None:
     )
     check.add_argument(
         "--master_port",
-        type=_port,
+        type=port,
         default=os.environ.get("MASTER_PORT", "29500"),
         help="a TCP port of the edge that can be reached (default: MASTER_PORT, else 29500)",
     )
     check.add_argument("--interface", help="network interface that leads to the other site (as GLOO_SOCKET_IFNAME)")
-    check.add_argument("--timeout_s", type=_seconds_given, help="longest wait for the other site (ldt.timeout_s)")
+    check.add_argument("--timeout_s", type=seconds, help="longest wait for the other site (ldt.timeout_s)")
     check.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _HIGHEST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no TCP port, expected 1..{_HIGHEST_PORT}")
-    return int(text)
-
-
-def _seconds_given(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= _LONGEST_WAIT_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds > 0 and <= {_LONGEST_WAIT_S:g}")
-    return seconds
 
 
 def _setting(text: str) -> tuple[list[str], Any]:
@@ -212,9 +202,20 @@ def _plan(options: argparse.Namespace) -> str:
     if warning is not None:
         sys.stderr.write(f"ds-ldt: {warning}\n")
     report = _report(job)
+    memory = _memory(options, job, report) if options.memory else None
     if options.json:
-        return json.dumps(report.document()) + "\n"
-    return "\n".join(_lines(job, report)) + "\n"
+        return json.dumps(report.document() | ({} if memory is None else {"memory": memory.document()})) + "\n"
+    return "\n".join((*_lines(job, report), *(() if memory is None else ("", *memory.lines(report.plan))))) + "\n"
+
+
+def _memory(options: argparse.Namespace, job: _Job, report: Report) -> MemoryReport:
+    footprint = None
+    if options.model is not None:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed greets
+            from ds_ldt.dry_run import footprint_of
+
+            footprint = footprint_of(job.config, options.model, sequence_length=options.sequence_length)
+    return memory_report(job.config, report.plan, job.known, footprint)
 
 
 def _lines(job: _Job, report: Report) -> Iterator[str]:

@@ -31,12 +31,13 @@ from ds_ldt.data import build_dataloader
 from ds_ldt.deferred import WeightLedger
 from ds_ldt.errors import ConfigError, LinkError
 from ds_ldt.intake import REMEMBERED_PLANS, Intake, Step
+from ds_ldt.memory import ActivationMeter
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.optimizer import LDTShardedOptimizer, check_elementwise
 from ds_ldt.plan import Channel, PipelineShape, Plan, build_plan
-from ds_ldt.plan.hints import costs_document, known_from_config, limits_from
+from ds_ldt.plan.hints import costs_document, is_measured, known_from_config, limits_from
 from ds_ldt.plan.measured import describe, find
-from ds_ldt.plan.policies import AUTO
+from ds_ldt.plan.memory import peak_held
 from ds_ldt.recent import Recent
 from ds_ldt.recording import Recording
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
@@ -89,6 +90,8 @@ class LDTPipelineEngine(PipelineEngine):
         self._step: Step | None = None
         self._schedules: Recent[str, LDTSchedule] = Recent(REMEMBERED_PLANS)
         self._recording: Recording | None = None
+        self._meter: ActivationMeter | None = ActivationMeter()
+        self._held: dict[int, int] = {}
         self._connect()
         if training_data is not None and self.site == "edge":
             self._build_data_iter(training_data)
@@ -96,7 +99,7 @@ class LDTPipelineEngine(PipelineEngine):
     def _connect(self) -> None:
         """Create the channels of both flows, after agreeing which boundaries carry gradients."""
         schedule = self.job.ldt.schedule
-        measures = schedule.policy == AUTO and schedule.measure_steps > 0
+        measures = is_measured(self.job)
         self._calibration = Calibration(self.global_rank, schedule.measure_steps) if measures else None
         self._known = known_from_config(self.job, self.module.layout)
         with bounded("ds_ldt.initialize", self.grid):
@@ -321,7 +324,7 @@ class LDTPipelineEngine(PipelineEngine):
         """Replace hints by measured costs, on all ranks alike; the next step runs another plan."""
         before = self._plan(self.micro_batches, training=True)
         with bounded("train_batch (exchange of what was measured)", self.grid):
-            readings, times = calibration.share(before.shape, self.grid, self.device)
+            readings, times = calibration.share(before.shape, self.grid, self.device, held=self._held)
         findings = find(before.shape, readings, times, hints=self._known)
         self._known, self._calibration = findings.known, None
         after = self._plan(self.micro_batches, training=True)
@@ -377,6 +380,8 @@ class LDTPipelineEngine(PipelineEngine):
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()  # the parent has started it; the caller may go on with new data
             raise
+        if self._meter is not None:
+            self._tell_what_is_held(self._meter)
         if self._calibration is not None and self._calibration.is_over:
             self._plan_with_what_was_measured(self._calibration)
         return loss
@@ -558,6 +563,8 @@ class LDTPipelineEngine(PipelineEngine):
         """Around the instructions of a step: time them while steps are measured, record those that are traced."""
         plain = self._INSTRUCTION_MAP
         handlers: Handlers = plain
+        if self._meter is not None and step.plan.training:
+            handlers = self._meter.wrap(handlers, self.module, self._payloads)
         if self._calibration is not None and step.plan.training:
             handlers = self._calibration.wrap(handlers, step)
         with self._recorded(step.plan, handlers) as recorded:
@@ -566,6 +573,21 @@ class LDTPipelineEngine(PipelineEngine):
                 yield
             finally:
                 self._INSTRUCTION_MAP = plain
+
+    def _payloads(self, key: Key) -> tuple[Tensor, ...]:
+        """What this rank holds of a micro-batch between two virtual stages: inputs and outputs of one."""
+        return (*self._inputs.get(key, ()), *self._outputs.get(key, ()))
+
+    def _tell_what_is_held(self, meter: ActivationMeter) -> None:
+        """Say once what was measured in the first training step."""
+        self._held, self._meter = meter.num_bytes, None
+        plan = self._train_schedule().plan
+        each = ", ".join(f"{size / 1e6:.3g} MB on virtual stage {stage}" for stage, size in self._held.items())
+        logger.info(
+            f"ds_ldt: rank {self.global_rank} keeps {each} of a micro-batch in flight; with at most "
+            f"{plan.peak_in_flight(self.global_rank)} of a domain in flight that is at most "
+            f"{peak_held(plan, self.global_rank, self._held) / 1e6:.3g} MB at once"
+        )
 
     @contextmanager
     def _recorded(self, plan: Plan, handlers: Handlers) -> Iterator[Handlers]:

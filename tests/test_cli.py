@@ -127,6 +127,21 @@ def test_memory_without_sizes_is_said_to_limit_nothing(config: str, capsys: pyte
     assert "memory_gb limits nothing here" in capsys.readouterr().err
 
 
+def test_without_a_model_the_memory_of_activations_is_told_and_what_is_lacking(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", config, "--memory", "--set", "schedule.layer_activation_mb=100"]) == 0
+    text = capsys.readouterr().out
+    assert "not known: weights, gradients and optimizer state (name the model with --model)" in text
+    assert "not known: activations" not in text
+    assert cli.main(["plan", config, "--memory", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert [what.split(" ")[0] for what in memory["lacks"]] == ["weights,", "activations"]
+    assert all(rank["peak"] == rank["messages"] > 0 for rank in memory["ranks"].values())
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", config, "--model", "somewhere"])
+
+
 def test_a_bandwidth_of_zero_is_unlimited(run: Answers, config: str) -> None:
     steps = [
         plan(run, config, "--set", f"link.bandwidth_mbps={rate}", "--set", "link.message_mb=10")["makespan"]

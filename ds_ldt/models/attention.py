@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 FULL = "full_attention"
@@ -109,7 +110,7 @@ class AttentionMemo:
 
     @torch.no_grad()
     def _build_mask(self, hidden: Tensor, padding_mask: Tensor | None, kind: str) -> Tensor | None:
-        if hidden.is_meta:  # masks change no shape, and building one reads values
+        if hidden.is_meta or isinstance(hidden, FakeTensor):  # masks change no shape, and building one reads values
             return None
         return MASK_FUNCTIONS[kind](
             config=self._config,
@@ -125,4 +126,6 @@ def identity(tensor: Tensor | None) -> tuple[object, ...] | None:
     if tensor is None:
         return None
     version = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, version
+    # A fake tensor has no data, but a storage of its own.
+    where = tensor.untyped_storage()._cdata if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+    return where, tuple(tensor.shape), tensor.stride(), tensor.dtype, version

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.json_file import read_json
 from ds_ldt.plan.costs import Cell, Costs
+from ds_ldt.plan.policies import AUTO
 from ds_ldt.plan.policies.depth import Limits
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
 from ds_ldt.spelling import unknown_key
@@ -189,18 +190,31 @@ def memory_limits(shape: PipelineShape, *, memory_gb: float, activation_bytes: M
     return tuple(limits)
 
 
-def memory_warning(job: JobConfig, known: Known) -> str | None:
+def is_measured(job: JobConfig) -> bool:
+    """Return whether a configuration asks for a plan of what its first steps measure.
+
+    Args:
+        job: The configuration.
+    """
+    return job.ldt.schedule.policy == AUTO and job.ldt.schedule.measure_steps > 0
+
+
+def memory_warning(job: JobConfig, known: Known, *, running: bool = False) -> str | None:
     """Return what to say where `ldt.schedule.memory_gb` is set and limits nothing; None where all is well.
 
     Args:
         job: The configuration.
         known: What is known.
+        running: Whether training is about to start, in which the bytes of a micro-batch may be measured.
     """
+    if running and is_measured(job):
+        return None
     if job.ldt.schedule.memory_gb is None or known.activation_bytes is not None:
         return None
     return (
         "ldt.schedule.memory_gb limits nothing here: the bytes of a micro-batch are not known. Set "
-        "ldt.schedule.layer_activation_mb (or, for ds-ldt plan, name activation_bytes in the file of --costs)."
+        'ldt.schedule.layer_activation_mb, or let "auto" measure them (ds-ldt plan: name the file that it wrote in '
+        "--costs)."
     )
 
 

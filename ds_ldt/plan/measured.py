@@ -49,7 +49,17 @@ class Size(NamedTuple):
     boundary: int
 
 
-Readings = Mapping[Duration | Size, int]
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Names a reading: bytes that a rank keeps of the largest micro-batch in flight on a virtual stage of it."""
+
+    rank: int
+    virtual_stage: int
+
+
+Reading = Duration | Size | Kept
+
+Readings = Mapping[Reading, int]
 """What was measured. Whatever is missing or not above 0 was not."""
 
 
@@ -84,7 +94,7 @@ class Findings:
     kept: tuple[str, ...]
 
 
-def asked_of(shape: PipelineShape) -> tuple[Duration | Size, ...]:
+def asked_of(shape: PipelineShape) -> tuple[Reading, ...]:
     """Return the readings that the ranks of a shape take, in the same sequence everywhere.
 
     Args:
@@ -104,7 +114,8 @@ def asked_of(shape: PipelineShape) -> tuple[Duration | Size, ...]:
         for boundary in range(shape.num_boundaries)
         if touches_edge(boundary, shape)
     )
-    return *durations, *sizes
+    kept = (Kept(rank, stage) for rank in ranks for stage in shape.virtual_stages_of(shape.stage_of(rank)))
+    return *durations, *sizes, *kept
 
 
 def find(shape: PipelineShape, readings: Readings, times: LinkTimes, *, hints: Known) -> Findings:
@@ -133,7 +144,11 @@ def find(shape: PipelineShape, readings: Readings, times: LinkTimes, *, hints: K
         costs = replace(costs, hop_bytes=by_boundary, message_bytes=max(by_boundary.values()))
     elif sizes:
         costs = replace(costs, message_bytes=max(sizes.values()))
-    return Findings(known=replace(hints, costs=costs, measured=True), one_way=one_way, kept=tuple(kept))
+    held = _held(shape, readings)
+    if held is None:
+        kept.append("bytes kept of a micro-batch")
+    known = replace(hints, costs=costs, measured=True, activation_bytes=held or hints.activation_bytes)
+    return Findings(known=known, one_way=one_way, kept=tuple(kept))
 
 
 def describe(findings: Findings, *, before: Plan, after: Plan) -> str:
@@ -149,10 +164,13 @@ def describe(findings: Findings, *, before: Plan, after: Plan) -> str:
     backward = ", ".join(f"{chunk}.{stage} {costs.backward[chunk, stage] * 1e3:.3g}" for chunk, stage in costs.forward)
     link = "" if findings.one_way is None else f"{findings.one_way * 1e3:.3g} ms one way, "
     rate = "unlimited" if costs.bandwidth is None else f"{costs.bandwidth * 8e-6:.3g} Mbit/s"
+    held = findings.known.activation_bytes or {}
+    sizes = ", ".join(f"{chunk}.{stage} {size * 1e-6:.3g}" for (chunk, stage), size in held.items())
+    keeps = f"; of a micro-batch in flight {sizes} MB are kept" if held else ""
     kept = f"; not measured, as configured: {', '.join(findings.kept)}" if findings.kept else ""
     return (
         f"measured: forward {forward} ms, backward {backward} ms (by chunk.stage); {link}planned for "
-        f"{costs.latency * 1e3:.3g} ms; {rate}, messages of at most {costs.message_bytes / 1e6:.3g} MB{kept}. "
+        f"{costs.latency * 1e3:.3g} ms; {rate}, messages of at most {costs.message_bytes / 1e6:.3g} MB{keeps}{kept}. "
         f"Schedule {before.policy} -> {after.policy}: simulated {_efficiency(before, costs):.3f} -> "
         f"{_efficiency(after, costs):.3f} of the bound, at most {_peak(before, shape)} -> {_peak(after, shape)} "
         "micro-batches of a domain in flight on a rank"
@@ -205,6 +223,17 @@ def _sizes(readings: Readings) -> dict[int, int]:
         if isinstance(name, Size) and num_bytes > 0:
             sizes[name.boundary] = max(num_bytes, sizes.get(name.boundary, 0))
     return sizes
+
+
+def _held(shape: PipelineShape, readings: Readings) -> dict[Cell, float] | None:
+    """Bytes kept of a micro-batch on each virtual stage, on the rank that keeps most; None if one is not known."""
+    found: dict[Cell, float] = {}
+    for virtual_stage, cell in enumerate(zip(shape.chunks, shape.stages, strict=True)):
+        sizes = [
+            size for name, size in readings.items() if isinstance(name, Kept) and name.virtual_stage == virtual_stage
+        ]
+        found[cell] = _rounded(max(sizes, default=0))
+    return found if all(size > 0 for size in found.values()) else None
 
 
 def _one_way(round_trips: Sequence[int]) -> float | None:

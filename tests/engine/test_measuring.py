@@ -10,7 +10,7 @@ import pytest
 from ds_ldt.config import load_config
 from ds_ldt.layout import Layout
 from ds_ldt.plan import PipelineShape, build_plan
-from ds_ldt.plan.hints import known_from_config, known_from_file
+from ds_ldt.plan.hints import known_from_config, known_from_file, limits_from
 from ds_ldt.plan.measured import LATENCY_MARGIN
 from tests.engine.cases import config, layout
 from tests.engine.measuring import SLEEP_S
@@ -24,7 +24,7 @@ FAR = {"latency_ms": 300, "bandwidth_mbps": 0}
 
 def test_after_three_steps_every_rank_runs_the_plan_of_what_was_measured(groups: GroupPool, tmp_path: Path) -> None:
     written = tmp_path / "costs.json"
-    ldt = {"link": FAR, "schedule": {"layer_forward_ms": 50}, "measured_costs": str(written)}
+    ldt = {"link": FAR, "schedule": {"layer_forward_ms": 50, "memory_gb": 4e-6}, "measured_costs": str(written)}
     settings = config(layout(2, 2), num_domains=2, num_micro_batches=8, ldt=ldt)
     ranks = groups.run(3, TARGETS + "train_measured", settings, 5, deadline_s=90)
     assert_parity(ranks, oracle(settings, 5), "SGD")
@@ -40,13 +40,18 @@ def test_after_three_steps_every_rank_runs_the_plan_of_what_was_measured(groups:
     assert max(costs["forward"][0, 0], costs["forward"][1, 0], *costs["backward"].values()) < SLEEP_S
     assert 0 < costs["latency"] / LATENCY_MARGIN < 0.05
     assert costs["message_bytes"] == 2 * 8 * 4
+    # The middle block keeps its input, what it normed with mean and deviation, what tanh made of it, and its output.
+    assert ranks[0]["kept"][0, 1] == 4 * (4 * 2 * 8 + 2 * 2)
+    assert all(rank["kept"] == ranks[0]["kept"] for rank in ranks)
 
     job, built = load_config(settings), Layout.build(settings["ldt"]["pipeline_num_layers"])
     shape = PipelineShape.from_layout(built, num_micro_batches=8, num_domains=2, num_replicas=1)
     hints = known_from_config(job, built)
     assert build_plan(shape, policy="closed_form", costs=hints.costs).fingerprint == before
     read = known_from_file(json.loads(written.read_text()), built, hints=hints)
-    assert build_plan(shape, policy="auto", costs=read.costs).fingerprint == after
+    limits = limits_from(job, shape, read)
+    assert limits is not None and limits[0] < 8 == limits[1], "4 kB hold some of the edge, all of the cloud"
+    assert build_plan(shape, policy="auto", costs=read.costs, max_in_flight=limits).fingerprint == after
 
 
 @pytest.mark.parametrize("schedule", [{"measure_steps": 0}, {"policy": "greedy", "measure_steps": 1}])

@@ -8,8 +8,20 @@ import pytest
 
 from ds_ldt.layout import Layout
 from ds_ldt.plan import Costs, Op, PipelineShape, build_plan
-from ds_ldt.plan.hints import Known, costs_document, known_from_file
-from ds_ldt.plan.measured import LATENCY_MARGIN, Duration, LinkTimes, Readings, Size, asked_of, describe, find
+from ds_ldt.plan.hints import Known, costs_document, known_from_file, memory_limits
+from ds_ldt.plan.measured import (
+    LATENCY_MARGIN,
+    Duration,
+    Kept,
+    LinkTimes,
+    Reading,
+    Readings,
+    Size,
+    asked_of,
+    describe,
+    find,
+)
+from ds_ldt.plan.memory import peak_held
 from tests.plan.shapes import full_matrix, full_shape, shape_of
 
 SHAPE = full_shape(3, 2, m=8, d=2)
@@ -22,12 +34,14 @@ MS = 10**6
 NOTHING = LinkTimes(round_trips=(0,) * 10, arrivals=((0,) * 5, (0,) * 5), num_bytes=1000)
 
 
-def readings() -> dict[Duration | Size, int]:
-    """Forwards of 10 ms on the edge and of 40 ms in the cloud, backwards of twice that, messages of 70 kB."""
-    found: dict[Duration | Size, int] = {}
+def readings() -> dict[Reading, int]:
+    """Forwards of 10 ms on the edge, of 40 ms in the cloud, backwards of twice that, messages of 70 kB, 1 MB kept."""
+    found: dict[Reading, int] = {}
     for name in asked_of(SHAPE):
         if isinstance(name, Size):
             found[name] = 70_000
+        elif isinstance(name, Kept):
+            found[name] = 10**6
         else:
             forward = 10 * MS if name.rank == 0 else 40 * MS
             found[name] = forward if name.op is Op.FORWARD else 2 * forward
@@ -97,13 +111,31 @@ def test_what_was_not_measured_stays_as_hinted_and_is_named(nothing: Readings) -
         "latency",
         "bandwidth",
         "bytes of a message",
+        "bytes kept of a micro-batch",
     }
+
+
+def test_the_rank_that_keeps_most_of_a_micro_batch_counts_and_limits_what_is_in_flight() -> None:
+    unequal = readings() | {Kept(4, 2): 2_345_678}
+    known = find(SHAPE, unequal, QUIET, hints=HINTS).known
+    assert known.activation_bytes == {(0, 0): 1e6, (0, 1): 1e6, (0, 2): 2.35e6, (1, 0): 1e6}
+    limits = memory_limits(SHAPE, memory_gb=0.012, activation_bytes=known.activation_bytes)
+    assert limits == (3, 8, 5), "12 MB over 2 + 2 MB of two domains, 1 MB, 2.35 MB"
+    plan = build_plan(SHAPE, policy="auto", costs=known.costs, max_in_flight=limits)
+    held = [known.activation_bytes[cell] for cell in zip(SHAPE.chunks, SHAPE.stages, strict=True)]
+    free = build_plan(SHAPE, policy="ldt_1f1b", costs=known.costs)
+    assert all(0 < peak_held(plan, rank, dict(enumerate(held))) <= 12e6 for rank in range(SHAPE.num_ranks))
+    assert peak_held(free, 0, dict(enumerate(held))) > 8e6, "the edge holds both domains"
 
 
 def test_a_backward_that_no_gradient_reaches_is_not_missed() -> None:
     frozen = shape_of(full_matrix(3, 2), m=8, d=2, gradients=(False, False, True))
     without = ((0, Op.BACKWARD), (1, Op.BACKWARD))
-    some = {name: number for name, number in readings().items() if name[1:] not in without}
+    some = {
+        name: number
+        for name, number in readings().items()
+        if not isinstance(name, Duration) or name[1:] not in without
+    }
     found = find(frozen, some, QUIET, hints=HINTS)
     assert found.kept == ()
     assert found.known.costs.backward[0, 1] == 0.08
@@ -145,6 +177,7 @@ def test_the_description_says_what_was_measured_and_what_came_of_it() -> None:
     assert "21 ms one way, planned for 31.5 ms; 400 Mbit/s, messages of at most 0.07 MB" in text
     assert "Schedule closed_form -> " in text
     assert "of the bound, at most" in text
+    assert "; of a micro-batch in flight 0.0 1, 0.1 1, 0.2 1, 1.0 1 MB are kept" in text
     assert "as configured: latency" in describe(
         find(SHAPE, readings(), NOTHING, hints=HINTS), before=before, after=after
     )

@@ -1,0 +1,207 @@
+"""What a Hugging Face model takes, found by running its layers on tensors without memory.
+
+Each virtual stage runs forward and backward once on fake tensors: they have shapes, dtypes and a device, and no data.
+So the same kernels are chosen as in training, and the same counter counts what autograd saves
+(:class:`ds_ldt.memory.HeldBytes`), while neither weights nor activations are allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from ds_ldt.config import JobConfig
+from ds_ldt.errors import ConfigError
+from ds_ldt.layout import Layout, VirtualStage
+from ds_ldt.memory import HeldBytes, LiveBytes
+from ds_ldt.models.causal_lm import causal_lm_loss, default_position_ids
+from ds_ldt.models.pretrained import dtype_of
+from ds_ldt.models.registry import CONFIG_FILE, checked_config, family_of, layout_of, read_hf_config
+from ds_ldt.module import frozen_parameters
+from ds_ldt.plan.memory import Footprint, PassBytes, StageWeights
+
+_ID_BYTES = 8 + 8 + 4
+"""Of a token: its id and its label as int64, its position as int32."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Layer:
+    func: Callable[[Any], Any]
+    module: nn.Module
+
+
+def footprint_of(job: JobConfig, model: str, *, sequence_length: int) -> Footprint:
+    """Find what a model takes, cut as configured.
+
+    Args:
+        job: The configuration.
+        model: A Hugging Face directory, or the `config.json` in it. No weights are read.
+        sequence_length: Tokens of a sample, S; a micro-batch is full and has no padding.
+
+    Raises:
+        ConfigError: The model is not supported or does not fit the configuration.
+    """
+    path = Path(model)
+    config = checked_config(read_hf_config(path.parent if path.name == CONFIG_FILE else path))
+    if isinstance(family_of(config).depths(config), dict):
+        raise ConfigError.of(
+            "--model",
+            found=model,
+            expected="a model of text only: how much a picture takes depends on its size",
+            fix="leave --model out and name in --costs the file that a run wrote (ldt.measured_costs)",
+        )
+    layout = layout_of(job.ldt.pipeline_num_layers, config, allow_exposed_edge=job.ldt.allow_exposed_edge)
+    with FakeTensorMode():
+        layers = _build(job, config)
+        return _Run(job, layout, layers, sequence_length).footprint()
+
+
+def _build(job: JobConfig, config: PreTrainedConfig) -> list[_Layer]:
+    family = family_of(config)
+    tied: dict[str, nn.Module] = {}
+    layers = []
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype_of(job))
+    try:
+        with no_init_weights():
+            for spec in family.layers(config):
+                tie = spec.key if isinstance(spec, TiedLayerSpec) else None
+                module: nn.Module = tied[tie] if tie in tied else spec.build()
+                if tie is not None:
+                    tied[tie] = module
+                layers.append(_Layer(func=_function(spec, module), module=module))
+    finally:
+        torch.set_default_dtype(before)
+    for index, prefix in frozen_parameters(job.ldt.freeze, family.parts(config)):
+        for name, parameter in layers[index].module.named_parameters():
+            if name.startswith(prefix):
+                parameter.requires_grad_(False)
+    return layers
+
+
+def _function(spec: Any, module: nn.Module) -> Callable[[Any], Any]:
+    forward_fn = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
+    return module if forward_fn is None else lambda inputs: forward_fn(module, inputs)
+
+
+class _Run:
+    """Runs all virtual stages one after the other, on fake tensors."""
+
+    def __init__(self, job: JobConfig, layout: Layout, layers: Sequence[_Layer], sequence_length: int) -> None:
+        self._layout = layout
+        self._layers = layers
+        self._size = (job.micro_batch_size, sequence_length)
+        pipeline = job.deepspeed.get("pipeline", {})
+        alike = (pipeline.get("activation_checkpoint_interval", 0),) * layout.num_chunks
+        self._intervals = job.ldt.activation_checkpoint_interval or alike
+        self._reentrant = bool(pipeline.get("use_reentrant", False))
+
+    def footprint(self) -> Footprint:
+        """Return what was found."""
+        ids = torch.zeros(self._size, dtype=torch.int64)
+        payload: tuple[Tensor, ...] = (ids, default_position_ids(ids))
+        passes, sent, returned = [], [], []
+        is_trained = False
+        for stage in self._layout.virtual_stages:
+            is_trained = is_trained or any(p.requires_grad for p in self._parameters((stage,)))
+            found, outputs = self._measured(stage, payload, ids)
+            passes.append(found)
+            payload = tuple(_received(tensor, gradient=is_trained) for tensor in outputs)
+            sent.append(sum(map(_num_bytes, payload)))
+            returned.append(sum(_num_bytes(tensor) for tensor in payload if tensor.requires_grad))
+        return Footprint(
+            weights=tuple(self._weights(stage) for stage in range(self._layout.num_stages)),
+            passes=tuple(passes),
+            activation_bytes=tuple(sent[:-1]),
+            gradient_bytes=tuple(returned[:-1]),
+            sample_bytes=self._size[0] * self._size[1] * _ID_BYTES,
+        )
+
+    def _measured(
+        self, stage: VirtualStage, inputs: tuple[Tensor, ...], labels: Tensor
+    ) -> tuple[PassBytes, tuple[Tensor, ...]]:
+        """Run a virtual stage twice: the second time the gradients of its weights are there, as in most of a step."""
+        modules = [layer.module for layer in self._layers[stage.start : stage.stop]]
+        excluded = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        found = PassBytes(held=0)
+        for _ in range(2):
+            held = HeldBytes(excluded)
+            with LiveBytes() as live:
+                begin = live.restart()
+                with held.counting():
+                    outputs = self._forward(stage, inputs)
+                    last = stage.index == self._layout.num_boundaries
+                    roots = (causal_lm_loss(outputs[0], labels),) if last else outputs
+                forward_peak = live.peak - begin
+                held.add((*inputs, *(() if last else outputs)))
+                roots = tuple(tensor for tensor in roots if tensor.requires_grad)
+                given = [torch.empty_like(tensor) for tensor in roots]
+                del outputs
+                begin = live.restart()
+                if roots:
+                    torch.autograd.backward(roots, given)
+                peak = live.peak - begin
+            kept = tuple(tensor.detach() for tensor in roots)
+            found = PassBytes(
+                held=held.num_bytes, forward_peak=forward_peak + sum(map(_num_bytes, inputs)), backward_peak=peak
+            )
+            del roots, given
+        with torch.no_grad():
+            sent = kept if last else self._forward(stage, inputs)
+        return found, sent
+
+    def _forward(self, stage: VirtualStage, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        layers = self._layers[stage.start : stage.stop]
+        interval = self._intervals[stage.chunk] if torch.is_grad_enabled() else 0
+        payload: Any = inputs if len(inputs) > 1 else inputs[0]
+        for start in range(0, len(layers), interval or len(layers)):
+            funcs = [layer.func for layer in layers[start : start + (interval or len(layers))]]
+            payload = self._checkpointed(funcs, payload) if interval else _run(funcs, payload)
+        return payload if isinstance(payload, tuple) else (payload,)
+
+    def _checkpointed(self, funcs: Sequence[Callable[[Any], Any]], payload: Any) -> Any:
+        tensors = payload if isinstance(payload, tuple) else (payload,)
+        return checkpoint(
+            lambda *args: _run(funcs, args if isinstance(payload, tuple) else args[0]),
+            *tensors,
+            use_reentrant=self._reentrant and any(tensor.requires_grad for tensor in tensors),
+            preserve_rng_state=False,  # there are no numbers to be drawn
+        )
+
+    def _parameters(self, stages: Sequence[VirtualStage]) -> list[nn.Parameter]:
+        modules = [layer.module for stage in stages for layer in self._layers[stage.start : stage.stop]]
+        return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+
+    def _weights(self, stage: int) -> StageWeights:
+        parameters = self._parameters(self._layout.virtual_stages_of(stage))
+        trained = [parameter.numel() for parameter in parameters if parameter.requires_grad]
+        return StageWeights(
+            trained=sum(trained),
+            frozen=sum(parameter.numel() for parameter in parameters) - sum(trained),
+            largest=max(trained, default=0),
+        )
+
+
+def _run(funcs: Sequence[Callable[[Any], Any]], payload: Any) -> Any:
+    for func in funcs:
+        payload = func(payload)
+    return payload
+
+
+def _received(tensor: Tensor, *, gradient: bool) -> Tensor:
+    """A tensor as the next virtual stage has it, in memory of its own."""
+    return torch.empty_like(tensor).requires_grad_(gradient and tensor.is_floating_point())
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

@@ -1,0 +1,50 @@
+"""What `ds-ldt plan --memory` says before a run, against what the run then holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ldt import cli
+from ds_ldt.config import load_config
+from ds_ldt.dry_run import footprint_of
+from tests.engine.cases import config
+from tests.engine.memory_cases import LENGTH, MODEL
+from tests.harness import GroupPool
+from tests.models.tiny import tiny_config
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp32, checkpoints": {"pipeline": {"activation_checkpoint_interval": 1}},
+    "bf16, checkpoints": {"bf16": {"enabled": True}, "pipeline": {"activation_checkpoint_interval": 1}},
+}
+
+
+def test_S33_the_estimate_is_within_a_fifth_of_what_ranks_hold(
+    groups: GroupPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    matrix = [[1, 2], [1, 0]]
+    tiny_config("llama", num_hidden_layers=4, **MODEL).save_pretrained(tmp_path)
+    ldt = {"schedule": {"measure_steps": 0}}
+    cases = [
+        config(matrix, micro_batch_size=4, num_micro_batches=6, num_domains=2, optimizer="AdamW", ldt=ldt, **case)
+        for case in CASES.values()
+    ]
+    measured = groups.run(3, "tests.engine.memory_cases:peaks", cases, deadline_s=120)
+    for index, (name, settings) in enumerate(zip(CASES, cases, strict=True)):
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps(settings))
+        options = ["--json", "--memory", "--model", str(tmp_path), "--sequence-length", str(LENGTH)]
+        assert cli.main(["plan", str(path), *options]) == 0
+        memory = json.loads(capsys.readouterr().out)["memory"]
+        passes = footprint_of(load_config(settings), str(tmp_path), sequence_length=LENGTH).passes
+        for rank in range(3):
+            peak, held = measured[rank][index]
+            estimate = memory["ranks"][str(rank)]
+            assert 0.8 < estimate["peak"] / peak < 1.2, f"{name}, rank {rank}: measured {peak}, {estimate}"
+            for stage, size in held.items():
+                assert size == pytest.approx(passes[stage].held, rel=0.05), f"{name}, virtual stage {stage}"
