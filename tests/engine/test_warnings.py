@@ -23,10 +23,12 @@ def warnings_at_the_start(settings: list[dict[str, object]]) -> list[list[str]]:
 
 @pytest.mark.distributed
 def test_a_bound_on_memory_that_limits_nothing_is_said_once_on_the_first_rank(groups: GroupPool) -> None:
-    unsized = config(layout(2, 2), ldt={"schedule": {"memory_gb": 2}})
+    unsized = config(layout(2, 2), ldt={"schedule": {"memory_gb": 2, "measure_steps": 0}})
+    to_be_measured = config(layout(2, 2), ldt={"schedule": {"memory_gb": 2}})
     sized = config(layout(2, 2), ldt={"schedule": {"memory_gb": 2, "layer_activation_mb": 1}})
-    edge, cloud = groups.run(2, "tests.engine.test_warnings:warnings_at_the_start", [unsized, sized], deadline_s=60)
-    assert [len(said) for said in edge] == [1, 0]
+    cases = [unsized, to_be_measured, sized]
+    edge, cloud = groups.run(2, "tests.engine.test_warnings:warnings_at_the_start", cases, deadline_s=60)
+    assert [len(said) for said in edge] == [1, 0, 0]
     assert "memory_gb limits nothing here" in edge[0][0]
     assert "layer_activation_mb" in edge[0][0]
-    assert cloud == [[], []]
+    assert cloud == [[], [], []]
