@@ -664,8 +664,8 @@ class LDTPipelineEngine(PipelineEngine):
 
     def _check_announced(self, key: Key, outputs: tuple[Tensor, ...]) -> None:
         announced = self._current.signatures[key.micro_batch, key.domain][key.virtual_stage]
-        found = signature_of(outputs)
-        if [(t.dtype, t.shape) for t in found] != [(t.dtype, t.shape) for t in announced]:
+        if [(t.dtype, t.shape) for t in outputs] != [(t.dtype, t.shape) for t in announced]:
+            found = signature_of(outputs)
             raise LinkError(
                 f"rank {self.global_rank}: virtual stage {key.virtual_stage}, micro-batch {key.micro_batch} of domain "
                 f"{key.domain}: the layers returned {_describe(found)}, but {_describe(announced)} was announced to "

@@ -166,8 +166,7 @@ class Transport:
         message = inbox.posted[0]
         with self._explained(channel, micro_batch):
             self._wait_for(message)
-        inbox.posted.popleft()
-        with self._explained(channel, micro_batch):
+            inbox.posted.popleft()
             inbox.post_next()
         return tuple(tensor.to(self._device) for tensor in message.tensors)
 
