@@ -47,11 +47,12 @@ class StepKind(IntEnum):
 
     TRAIN = 1
     EVAL = 2
+    GENERATE = 3
 
     @property
     def call(self) -> str:
         """The method that the user called."""
-        return "train_batch" if self is StepKind.TRAIN else "eval_batch"
+        return {StepKind.TRAIN: "train_batch", StepKind.EVAL: "eval_batch", StepKind.GENERATE: "generate"}[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class StepId:
     """What both ends of an announcement have to agree on.
 
     Attributes:
-        kind: Training or evaluation.
+        kind: Which call it belongs to.
         step: Number of steps of this kind of counting that both ends have opened; the engine defines it.
         domain: The domain that the announcement is for.
         num_micro_batches: Micro-batches of that domain in the step (M).
@@ -274,6 +275,6 @@ def check_same_step(announced: StepId, expected: StepId, *, source: int, rank: i
     if different:
         raise LinkError(
             f"rank {source} and rank {rank} are not in the same step: {'; '.join(different)}. Every rank of both "
-            "sites has to make the same calls (train_batch, eval_batch, save_checkpoint, ...) in the same order, with "
-            "the same configuration."
+            "sites has to make the same calls (train_batch, eval_batch, generate, save_checkpoint, ...) in the same "
+            "order, with the same configuration."
         )

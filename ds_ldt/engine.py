@@ -8,8 +8,8 @@ the loss; ``BackwardPass`` and ``SendGrad`` retrace the way; ``ReduceGrads`` and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,10 +26,12 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_ldt import checkpointing
+from ds_ldt.announcement import StepKind
 from ds_ldt.calibration import Calibration
 from ds_ldt.data import build_dataloader
 from ds_ldt.deferred import WeightLedger
 from ds_ldt.errors import ConfigError, LinkError
+from ds_ldt.generation import Decoding, Generator, check_model, last_position
 from ds_ldt.intake import REMEMBERED_PLANS, Intake, Step
 from ds_ldt.memory import ActivationMeter
 from ds_ldt.module import LDTPipelineModule
@@ -41,6 +43,7 @@ from ds_ldt.plan.memory import peak_held
 from ds_ldt.recent import Recent
 from ds_ldt.recording import Recording
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
+from ds_ldt.results import Results, split_loss, weighted
 from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule, WeightPass
 from ds_ldt.shapes import ShapeTracer
 from ds_ldt.streams import StreamGroups
@@ -85,8 +88,8 @@ class LDTPipelineEngine(PipelineEngine):
         self._losses: dict[Key, Tensor] = {}
         self._owed = WeightLedger()
         self._told_shares: set[int] = set()
-        self._results: dict[tuple[int, int], Any] = {}
-        self._logits: dict[tuple[int, int], Any] = {}
+        self._results = Results()
+        self._keep_of_outputs: Callable[[Any], Any] = _everything
         self._step: Step | None = None
         self._schedules: Recent[str, LDTSchedule] = Recent(REMEMBERED_PLANS)
         self._recording: Recording | None = None
@@ -380,6 +383,8 @@ class LDTPipelineEngine(PipelineEngine):
         except StopIteration:
             self.timers(TRAIN_BATCH_TIMER).reset()  # the parent has started it; the caller may go on with new data
             raise
+        if self.get_additional_losses():
+            self._write_to_monitor("", {})
         if self._meter is not None:
             self._tell_what_is_held(self._meter)
         if self._calibration is not None and self._calibration.is_over:
@@ -395,15 +400,19 @@ class LDTPipelineEngine(PipelineEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run forward passes only; the training state, the train/eval mode and the RNG state are left as they were.
+        """Run forward passes only; weights, buffers, train/eval modes, RNG and training data stay as they were.
+
+        The micro-batches may be of another size and number than those of training.
 
         Args:
             data_iter: edge only: iterator from which this replica draws ``num_micro_batches`` * K micro-batches.
             return_logits: also return the outputs of the last layer (edge only; None in the cloud).
             compute_loss: apply the loss function; without it the outputs of the last layer are returned, as a list.
             reduce_output: ``"avg"`` for the mean over all micro-batches and domains, None for the list of this
-                replica's values. With ``loss_reduction`` "token" each value carries its weight, so that in both cases
-                the plain mean of all values is the mean over targets.
+                replica's values. Where ``loss_fn`` returns several losses of a micro-batch (a tensor of them, or a
+                list), the list holds them as they are, and their mean is the loss of the micro-batch.
+                With ``loss_reduction`` "token" each value carries its weight, so that in both cases the plain mean of
+                all values is the mean over targets.
             bcast_loss: kept for DeepSpeed's signature; a mean is always the same on every rank.
             num_micro_batches: micro-batches per domain; default M.
 
@@ -412,6 +421,7 @@ class LDTPipelineEngine(PipelineEngine):
             drawn (edge only; None in the cloud). With ``return_logits`` a tuple of that and the list of outputs.
 
         Raises:
+            ConfigError: an argument is wrong (on every rank), or the loss is none (on the edge).
             StopIteration: on every rank, when the data ends early.
             LinkError: as for :meth:`train_batch`.
         """
@@ -419,23 +429,111 @@ class LDTPipelineEngine(PipelineEngine):
             raise ConfigError.of(
                 "reduce_output", found=reduce_output, expected='"avg" or None', fix="choose one of the two"
             )
-        train_iterator, was_training = self.data_iterator, self.module.training
-        self._compute_loss, self.eval_return_logits = compute_loss, return_logits
-        self._logits.clear()
+        if num_micro_batches is not None and num_micro_batches < 1:
+            raise ConfigError.of(
+                "num_micro_batches", found=num_micro_batches, expected="at least 1", fix="leave it out for M"
+            )
+        schedule = self._inference_schedule(num_micro_batches or self.micro_batches)
+        is_loss = compute_loss or self.module.loss_fn is None
+        with self._evaluating(data_iter, compute_loss=compute_loss):
+            self.eval_return_logits = return_logits
+            self._exec_schedule(schedule)
+            if is_loss:
+                self._average_named("eval_batch")
+            output = self._mean_of_results() if reduce_output == "avg" and is_loss else self._in_order("losses")
+            logits = self._in_order("outputs")
+        if is_loss and isinstance(output, Tensor):
+            self._write_to_monitor("eval_", {"loss": output})
+        return (output, logits) if return_logits else output
+
+    def generate(  # noqa: PLR0913 - the arguments of transformers' generate
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 20,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+    ) -> Tensor | None:
+        """Continue prompts, one token a step, as transformers' ``generate`` does; training is left as it was.
+
+        Every rank calls it; the arguments count on the edge alone, and each edge replica has prompts of its own. They
+        stop together. There is no cache: each token is a forward pass over the whole sequence and one trip around the
+        U, so N tokens of a prompt of S cost N trips and about N * (S + N / 2) positions. It is for looking at what a
+        model has learnt, not for serving. Prompts and answers stay on the edge; the cloud sees hidden states, and the
+        number and length of the sequences, padding and the number of tokens in the answer.
+
+        Args:
+            input_ids: edge only: prompts (B, S), padded on the left. B rows are spread over the K domains of the
+                replica.
+            attention_mask: edge only: (B, S), 0 where a prompt is padded. Default: where ``pad_token_id`` stands,
+                unless that ends a sequence too.
+            max_new_tokens: most tokens to append.
+            eos_token_id: one or several; a row ends with the first of them that comes. Default: none.
+            pad_token_id: fills up rows that ended early. Default: the first ``eos_token_id``.
+            do_sample: draw tokens at random, as the next three say, instead of taking the likeliest.
+            temperature: divides the logits. Default: 1.
+            top_k: draw from this many likeliest tokens only. Default: from all (transformers: from 50).
+            top_p: draw from the smallest set of likeliest tokens that has this probability. Default: from all.
+            repetition_penalty: above 1 makes tokens that a row already holds less likely. Default: 1.
+            seed: of the draws; gives what transformers gives after ``torch.manual_seed``. Default: another each time.
+
+        Returns:
+            Prompts and answers (B, S + new tokens), int64, on the edge; None in the cloud.
+
+        Raises:
+            ConfigError: on every rank, for a model with images. On the edge: an argument cannot be used, or the model
+                has no logits; the cloud then raises a LinkError, and the job may go on.
+            LinkError: as for :meth:`train_batch`.
+        """
+        check_model(self.module)
+        generator = None
+        if self.site == "edge":
+            decoding = Decoding(
+                max_new_tokens=max_new_tokens,
+                eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id,
+                do_sample=do_sample,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                repetition_penalty=repetition_penalty,
+                seed=seed,
+            )
+            generator = Generator(self.module, self.grid, self.device, input_ids, attention_mask, decoding)
+        schedule = self._inference_schedule(1)
+        batches = None if generator is None else generator.batches()
+        with self._evaluating(batches, compute_loss=False), suppress(StopIteration):
+            self._keep_of_outputs = last_position
+            while True:
+                self._exec_schedule(schedule, StepKind.GENERATE)
+                if generator is not None:
+                    generator.logits = self._in_order("losses") or ()
+        return None if generator is None else generator.ids
+
+    @contextmanager
+    def _evaluating(self, data_iter: Any, *, compute_loss: bool) -> Iterator[None]:
+        """Around forward-only steps: what belongs to training is as before afterwards, and results are let go of."""
+        train_iterator, modes = self.data_iterator, [(m, m.training) for m in self.module.modules()]
+        self._compute_loss = compute_loss
         self.module.eval()
         self.data_iterator = data_iter if self.site == "edge" else None
         try:
-            with torch.no_grad(), _rng_untouched():
-                self._exec_schedule(self._inference_schedule(num_micro_batches or self.micro_batches))
+            with torch.no_grad(), _rng_untouched(), _buffers_untouched(self.module):
+                yield
         finally:
             self.data_iterator = train_iterator
-            self.module.train(was_training)
+            for module, mode in modes:
+                module.training = mode
             self.eval_return_logits = False
-        is_loss = compute_loss or self.module.loss_fn is None
-        output = self._mean_of_results() if reduce_output == "avg" and is_loss else self._in_order(self._results)
-        if self.global_rank == 0 and self.monitor.enabled and isinstance(output, Tensor):
-            self.monitor.write_events([("Train/Samples/eval_loss", output.mean().item(), self.global_samples)])
-        return (output, self._in_order(self._logits)) if return_logits else output
+            self._keep_of_outputs = _everything
+            self._results.clear()
 
     def save_checkpoint(
         self,
@@ -511,20 +609,46 @@ class LDTPipelineEngine(PipelineEngine):
             module_only=load_module_only,
         )
 
-    def _in_order(self, values: dict[tuple[int, int], Any]) -> list[Any] | None:
-        return [values[key] for key in sorted(values)] if self.site == "edge" else None
+    def _in_order(self, what: str) -> list[Any] | None:
+        """The ``losses`` or ``outputs`` of this replica in the order they were drawn; None in the cloud."""
+        values = getattr(self._results, what)
+        return [values[place] for place in sorted(values)] if self.site == "edge" else None
 
-    def _sum_of_results(self) -> Tensor:
-        """Sum of this rank's results of the step, in the order of their keys, as a vector of one float32."""
-        total = torch.zeros(1, dtype=torch.float32, device=self.device)
-        for key in sorted(self._results):
-            total += self._results[key].float().sum()
-        return total
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        """What ``loss_fn`` returned beside the loss in the last ``train_batch`` or ``eval_batch``, averaged.
+
+        Returns:
+            Name -> mean over all micro-batches and domains, float32 scalars, the same on every edge replica; None if
+            there was nothing. In the cloud always None: names and values do not leave the edge.
+        """
+        additional: dict[str, Tensor] | None = self.agg_additional_losses
+        return additional
+
+    def _average_named(self, what: str) -> None:
+        """Average what the loss function returned beside the loss, over the edge replicas alone."""
+        if self.site == "edge":
+            try:
+                self.agg_additional_losses = self._results.named_means(
+                    self.grid, self.device, count=self._num_results(), what=what
+                )
+            except BaseException:
+                self.transport.abort()  # the cloud knows nothing of names: let it fail now
+                raise
+
+    def _write_to_monitor(self, prefix: str, values: dict[str, Tensor]) -> None:
+        """Write values of a step, and those beside the loss, under DeepSpeed's ``Train/Samples``, once for the job."""
+        if self.global_rank == 0 and self.monitor.enabled:
+            self.monitor.write_events(
+                [
+                    (f"Train/Samples/{prefix}{name}", value.item(), self.global_samples)
+                    for name, value in {**values, **(self.get_additional_losses() or {})}.items()
+                ]
+            )
 
     def _mean_of_results(self) -> Tensor:
         """Mean of the step's results over every micro-batch and domain, on every rank of both sites."""
         with bounded("eval_batch", self.grid):
-            return self._summary.sum(self._sum_of_results())[0] / self._num_results()
+            return self._summary.sum(self._results.total(self.device))[0] / self._num_results()
 
     def _num_results(self) -> int:
         return self._current.plan.shape.num_micro_batches * self.job.num_domains
@@ -534,14 +658,24 @@ class LDTPipelineEngine(PipelineEngine):
         assert self._step is not None, "no step has been opened"
         return self._step
 
-    def _exec_schedule(self, pipe_schedule: LDTSchedule) -> None:
-        """Open the step (draw and announce), execute the rank's instructions, and close it."""
+    def _exec_schedule(self, pipe_schedule: LDTSchedule, kind: StepKind | None = None) -> None:
+        """Open the step (draw and announce), execute the rank's instructions, and close it.
+
+        Args:
+            pipe_schedule: the instructions of this rank.
+            kind: the call that the step belongs to; by default what the plan is for.
+        """
         plan = pipe_schedule.plan
         self.transport.refuse_if_closed()
         for buffers in (self._inputs, self._outputs, self._output_grads, self._losses, self._results):
             buffers.clear()
         self._owed.clear()
-        self._step = self.intake.open(plan, self.data_iterator)
+        self._step = self.intake.open(
+            plan,
+            self.data_iterator,
+            kind=kind or (StepKind.TRAIN if plan.training else StepKind.EVAL),
+            with_loss=self._compute_loss,
+        )
         try:
             self.transport.begin_step(self.intake.receives(self._step), self.intake.opening(self._step))
             with self._observed(self._step):
@@ -646,15 +780,19 @@ class LDTPipelineEngine(PipelineEngine):
         """Turn the tail's outputs into a loss and keep it under its own key: several are in flight."""
         place = (key.micro_batch, key.domain)
         batch = self._current.batches.pop(place)
-        loss = outputs
-        if self._compute_loss:
-            loss = self.module.loss_fn(outputs, batch.labels) if self.module.loss_fn is not None else outputs
-            loss = loss * batch.loss_weight if batch.loss_weight != 1.0 else loss
-        self._results[place] = loss.detach()
         if self.eval_return_logits:
-            self._logits[place] = outputs
+            self._results.outputs[place] = outputs
+        if not self._compute_loss and self.module.loss_fn is not None:
+            self._results.losses[place] = self._keep_of_outputs(outputs)
+            return
+        found = self.module.loss_fn(outputs, batch.labels) if self.module.loss_fn is not None else outputs
+        loss, named = split_loss(found, self.module.get_additional_losses(), training=torch.is_grad_enabled())
+        self._results.keep_named(place, {name: weighted(value, batch.loss_weight) for name, value in named.items()})
+        loss = weighted(loss, batch.loss_weight)
         if torch.is_grad_enabled():
             self._losses[key] = loss
+            loss = loss.detach()
+        self._results.losses[place] = loss
 
     def _exec_send_activations(self, buffer_id: int, key: Key, channel: Channel) -> None:
         """Hand the outputs of a virtual stage to the channel; without a backward pass nothing else needs them."""
@@ -738,13 +876,14 @@ class LDTPipelineEngine(PipelineEngine):
 
     def _exec_reduce_grads(self) -> None:
         """Average the gradients over the replicas of this stage, then the norm and the loss over both sites."""
+        self._average_named("train_batch")
         gradients = self._accumulated_gradients()
         slice_size = self.job.slice_size if self.site == "edge" else 1
         scale_for_slice(gradients, slice_size=slice_size, loss_scale=self.cur_scale)
         with bounded("train_batch (gradient reduction)", self.grid):
             if self.grid.num_physical_replicas > 1:
                 self.buffered_allreduce_fallback(grads=gradients, elements_per_buffer=MEMORY_OPT_ALLREDUCE_SIZE)
-            norm, summed = global_norm(gradients, self.grid, self._sum_of_results(), self._summary)
+            norm, summed = global_norm(gradients, self.grid, self._results.total(self.device), self._summary)
         self._mean_loss = summed[0] / self._num_results()
         self._norm = norm
         self._global_grad_norm = norm.item()
@@ -791,6 +930,10 @@ def _describe(signature: Any) -> str:
     return "(" + ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in signature) + ")"
 
 
+def _everything(outputs: Any) -> Any:
+    return outputs
+
+
 @contextmanager
 def _rng_untouched() -> Iterator[None]:
     """Restore the RNG states of CPU and accelerator afterwards."""
@@ -800,3 +943,20 @@ def _rng_untouched() -> Iterator[None]:
         yield
     if device_state is not None:
         accelerator.set_rng_state(device_state)
+
+
+@contextmanager
+def _buffers_untouched(module: torch.nn.Module) -> Iterator[None]:
+    """Restore the buffers of a module afterwards: running statistics, counters and whatever else a layer keeps."""
+    places = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, before in places:
+            owner._buffers[name] = buffer
+            buffer.copy_(before)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from ds_ldt.announcement import Announcement, Status, StepId, StepKind, short_fingerprint
 from ds_ldt.control import ControlLink
@@ -93,6 +94,7 @@ class Intake:
         self._guard = guard
         self._tracer = tracer
         self._num_steps = 0
+        self._kind, self._with_loss = StepKind.TRAIN, True
         self._inbound_of: Recent[str, dict[Channel, tuple[int, ...]]] = Recent(REMEMBERED_PLANS)
         self._opening_of: Recent[str, dict[Channel, tuple[int, ...]]] = Recent(REMEMBERED_PLANS)
         self._edge_boundaries = module.layout.edge_boundaries
@@ -107,12 +109,21 @@ class Intake:
             self._edge_rank = grid.rank_map.rank_serving(stage=0, domain=grid.domains[0])
             self._control.expect(self._edge_rank)
 
-    def open(self, plan: Plan, data_iterator: Iterator[Any] | None) -> Step:
+    def open(
+        self,
+        plan: Plan,
+        data_iterator: Iterator[Any] | None,
+        *,
+        kind: StepKind,
+        with_loss: bool = True,
+    ) -> Step:
         """Draw and announce (edge) or listen (cloud).
 
         Args:
             plan: what is about to be executed.
             data_iterator: edge only; yields this replica's micro-batches, m-major and domain-minor.
+            kind: the call that the step belongs to.
+            with_loss: whether a loss is computed, so that labels are needed.
 
         Raises:
             StopIteration: on every rank, if the data of any edge replica has ended.
@@ -121,6 +132,7 @@ class Intake:
             LinkError: in the cloud: the edge failed, or is about to do something else.
         """
         self._num_steps += 1
+        self._kind, self._with_loss = kind, with_loss
         return self._draw(plan, data_iterator) if self._grid.site == "edge" else self._listen(plan)
 
     def close(self) -> None:
@@ -179,7 +191,7 @@ class Intake:
 
     def _step_id(self, plan: Plan, domain: int) -> StepId:
         return StepId(
-            kind=StepKind.TRAIN if plan.training else StepKind.EVAL,
+            kind=self._kind,
             step=self._num_steps,
             domain=domain,
             num_micro_batches=plan.shape.num_micro_batches,
@@ -279,15 +291,22 @@ class Intake:
         return known
 
     def _count_targets(self, labels: Any) -> int:
-        if self._module.loss_reduction != "token" or self._module.count_targets is None:
+        if self._module.loss_reduction != "token" or self._module.count_targets is None or not self._with_loss:
             return 0
+        if labels is None:
+            raise ConfigError.of(
+                "batch.labels",
+                found=Absent(),
+                expected="labels, since a loss is computed",
+                fix="add them in the collate function, or call eval_batch with compute_loss=False",
+            )
         return self._module.count_targets(labels)
 
     def _agree(self, status: Status, num_targets: int) -> tuple[Status, int]:
         """Let the edge replicas agree on the worst status and on the number of targets of the global batch."""
         if self._grid.num_physical_replicas == 1:
             return status, num_targets
-        device = torch.device("cpu") if dist.get_backend(self._grid.dp_proc_group) == "gloo" else self._grid.device
+        device = torch.device("cpu") if dist.get_backend(self._grid.dp_proc_group) == "gloo" else _device()
         mine = [int(status is Status.END_OF_DATA), int(status is Status.ERROR), num_targets]
         total = torch.tensor(mine, dtype=torch.int64, device=device)
         with bounded("the start of a step", self._grid):
@@ -297,7 +316,7 @@ class Intake:
 
     def _weigh(self, step: Step, num_targets: int) -> None:
         """Turn target counts into factors such that the mean over micro-batches is the mean over targets."""
-        if self._module.loss_reduction != "token":
+        if self._module.loss_reduction != "token" or not self._with_loss:
             return
         shape = step.plan.shape
         for batch in step.batches.values():
@@ -323,6 +342,10 @@ class Intake:
             except LDTError as error:
                 raise LinkError(f"micro-batch {micro_batch} was announced as {announced}: {error}") from error
         return step
+
+
+def _device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

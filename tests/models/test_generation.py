@@ -1,0 +1,117 @@
+"""`engine.generate` gives, token for token, what `generate` of transformers gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from ds_ldt.errors import ConfigError
+from ds_ldt.generation import Decoding
+from tests.conversion.models import MATRIX, save_model
+from tests.harness import GroupPool
+from tests.models.tiny import VOCABULARY, batch_of
+
+NEW = 7
+
+
+def prompts(rows: int, *, padded: bool, seed: int = 5, length: int = 6) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    if not padded:
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : row % 4] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def wanted(model: Any, arguments: dict[str, Any]) -> Tensor:
+    """What transformers answers; sampling as after `torch.manual_seed`."""
+    options = {"pad_token_id": 0, "max_new_tokens": NEW, **arguments}
+    if options.get("do_sample"):
+        options.setdefault("top_k", 0)
+    with torch.random.fork_rng():
+        torch.manual_seed(options.pop("seed", 0))
+        return model.generate(**options)
+
+
+def stopping(model: Any, arguments: dict[str, Any], row: int, place: int) -> dict[str, Any]:
+    """The same prompts, with a token that is going to come as the end of a sequence."""
+    answer = wanted(model, arguments)
+    return {**arguments, "eos_token_id": int(answer[row, arguments["input_ids"].shape[1] + place]), "pad_token_id": 0}
+
+
+def cases_of(model: Any) -> list[dict[str, Any]]:
+    one, padded = prompts(1, padded=False), prompts(5, padded=True)
+    drawn = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3}
+    return [
+        one,
+        padded,
+        {"input_ids": padded["input_ids"], "pad_token_id": 0},  # the mask follows from the padding
+        stopping(model, padded, row=1, place=2),
+        {**stopping(model, one, row=0, place=1), "max_new_tokens": 30},
+        {**padded, "repetition_penalty": 1.4},
+        {**padded, **drawn},
+        {**stopping(model, {**padded, **drawn}, row=2, place=3), "repetition_penalty": 1.2},
+    ]
+
+
+@pytest.mark.parametrize(
+    "family, tied, num_domains, num_replicas",
+    [("qwen2", True, 1, 1), ("llama", False, 2, 1), ("qwen3", False, 2, 2)],
+)
+def test_answers_equal_those_of_transformers(
+    groups: GroupPool, tmp_path: Path, family: str, tied: bool, num_domains: int, num_replicas: int
+) -> None:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "ldt": {
+            "pipeline_num_layers": MATRIX,
+            "edge": {"data_parallel_size": num_replicas},
+            "cloud": {"data_parallel_size": num_domains},
+        },
+    }
+    source = save_model(tmp_path / "hf", family=family, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    first = [{"max_new_tokens": NEW, **case} for case in cases_of(model)]
+    # Replicas ask for different things: a call takes as many rounds as the longest answer, and fails for all.
+    arguments = [[case, *first[::-1][place : place + 1]][:num_replicas] for place, case in enumerate(first)]
+    wrong = [{"input_ids": torch.zeros(3)}, first[0]][:num_replicas]
+    ranks = groups.run(
+        num_replicas + num_domains,
+        "tests.models.generation:generate",
+        str(source),
+        config,
+        [wrong, *arguments],
+        deadline_s=90,
+    )
+    for replica in range(num_replicas):
+        for case, found in zip(arguments, ranks[replica]["answers"][1:], strict=True):
+            assert torch.equal(found, wanted(model, case[replica]))
+    for rank, answers in enumerate(rank["answers"] for rank in ranks):
+        assert answers[0].startswith("ConfigError: Configuration error: input_ids" if rank == 0 else "LinkError")
+        assert rank < num_replicas or answers[1:] == [None] * len(arguments)
+    batch = batch_of("left")
+    loss = model(**batch).loss.item()
+    assert all(rank["kept"] and rank["loss"] == pytest.approx(loss, abs=1e-5) for rank in ranks)
+    assert [rank["outputs"] is None for rank in ranks] == [rank >= num_replicas for rank in range(len(ranks))]
+    torch.testing.assert_close(ranks[0]["outputs"][0], model(**batch).logits)
+
+
+def test_what_cannot_be_chosen_by_is_refused_with_every_fault() -> None:
+    with pytest.raises(ConfigError) as raised:
+        Decoding(max_new_tokens=0, top_p=1.5, temperature=0.0, do_sample=False).check()
+    for text in (
+        "max_new_tokens: found 0",
+        "top_p: found 1.5, expected above 0",
+        "temperature: found 0.0",
+        "do_sample",
+    ):
+        assert text in str(raised.value)
+    Decoding(max_new_tokens=1, top_p=1.0, top_k=1, temperature=0.1, do_sample=True, eos_token_id=[1, 2]).check()
