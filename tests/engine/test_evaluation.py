@@ -61,7 +61,7 @@ class Oracle:
 
 
 def mean(values: Any) -> float:
-    numbers = [float(value) for value in values]
+    numbers = [float(torch.as_tensor(value).detach()) for value in values]
     return sum(numbers) / len(numbers)
 
 

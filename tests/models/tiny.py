@@ -59,7 +59,7 @@ def tiny_model(config: PreTrainedConfig, *, seed: int = 0, attention: str = "sdp
 
 
 def batch_of(kind: str, *, seed: int = 1) -> dict[str, Tensor]:
-    """A batch of 3 rows of 11 tokens: `plain`, `ones`, `right`, `left`, `packed` or `ignored` labels."""
+    """A batch of 3 rows of 11 tokens: `plain`, `ones`, `right`, `left`, `packed`; `ignored` or `untargeted` labels."""
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
     batch = {"input_ids": ids, "labels": ids.clone()}
     mask = torch.ones_like(ids)
@@ -77,6 +77,8 @@ def batch_of(kind: str, *, seed: int = 1) -> dict[str, Tensor]:
         batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in starts])
     if kind == "ignored":
         batch["labels"][:2, : LENGTH - 2] = -100
+    if kind == "untargeted":
+        batch["labels"][:] = -100
     return batch
 
 
