@@ -42,8 +42,8 @@ class LDTPipelineModule(PipelineModule):
         layers: every layer of the model, in order: ``LayerSpec``, ``TiedLayerSpec``, ``nn.Module`` or a callable from
             payload to payload. Layers that share a ``TiedLayerSpec`` key must be on the same stage.
         config: path, mapping or :class:`~ds_ldt.config.JobConfig`: a DeepSpeed JSON with an ``"ldt"`` section.
-        loss_fn: ``(outputs, labels) -> scalar``, the mean loss of a micro-batch, evaluated on the edge. None: the last
-            layer returns the loss.
+        loss_fn: ``(outputs, labels) -> scalar``, the mean loss of a micro-batch, evaluated on the edge, or ``(scalar,
+            {"name": value})`` with further values to average and report. None: the last layer returns that.
         wire: what may cross a boundary between two virtual stages. Default: one float tensor with a gradient.
         num_leading: layers at the start of ``layers`` that join the first cell without being counted in
             ``pipeline_num_layers`` (an embedding).
@@ -80,7 +80,7 @@ class LDTPipelineModule(PipelineModule):
         self,
         layers: Sequence[LayerSpec | nn.Module | Callable[[Payload], Payload]],
         config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
         *,
         wire: WireSchema | Sequence[WireTensor] | None = None,
         num_leading: int = 0,
