@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ldt
-from tests.engine.cases import weights_of
+from tests.engine.cases import initialize, weights_of
 from tests.toy import WIDTH, Block, Head, Points, Stem, domain_batches
 
 Batches = Iterator[tuple[Tensor, Tensor]] | None
@@ -56,8 +56,7 @@ def _engine(settings: dict[str, Any], loss_fn: Any, head: type[nn.Module] = Head
     num_layers = sum(map(sum, settings["ldt"]["pipeline_num_layers"]))
     specs = [LayerSpec(layer_class) for layer_class in layer_classes(num_layers, head)]
     module = ds_ldt.LDTPipelineModule(specs, settings, loss_fn)
-    engine, *_ = ds_ldt.initialize(model=module)
-    return engine
+    return initialize(model=module)
 
 
 def _batches(engine: ds_ldt.LDTPipelineEngine, size: int) -> Batches:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ldt
+from tests.engine.cases import initialize
 from tests.models.tiny import batch_of
 
 
@@ -21,7 +22,7 @@ def generate(source: str, config: dict[str, Any], cases: list[list[dict[str, Any
     """
     torch.set_num_threads(1)
     module = ds_ldt.models.from_pretrained(source, config=config)
-    engine, *_ = ds_ldt.initialize(model=module, config=config)
+    engine = initialize(model=module, config=config)
     replica = dist.get_rank() if engine.site == "edge" else None
     engine.data_iterator = iter([])
     engine.module.train()
