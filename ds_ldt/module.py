@@ -121,7 +121,8 @@ class LDTPipelineModule(PipelineModule):
         self._check()
         frozen = frozen_parameters(self.job.ldt.freeze, parts or {})
         lora = self.job.ldt.lora
-        self.adapters = lora and plan_adapters(lora, self._layer_specs, names=layer_names, model_type=model_type)
+        plan = partial(plan_adapters, layers=self._layer_specs, names=layer_names, model_type=model_type)
+        self.adapters = None if lora is None else plan(lora)
         self._has_adapters = False
 
         init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)

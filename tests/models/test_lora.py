@@ -95,10 +95,10 @@ CASES = (
         deepspeed={"pipeline": {**ANEW, "use_reentrant": True}},
     ),
     Case(
-        name="S26 bf16 in the cloud only, frozen tie",
+        name="S26 S46 bf16 and ZeRO 1 in the cloud only, frozen tie",
         lora={**RANDOM, "layers_to_transform": CLOUD},
         sent=(4, 0),
-        deepspeed={"bf16": {"enabled": True}},
+        deepspeed={"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     ),
     Case(
         name="magnitudes, a whole output layer, backwards in two halves",
