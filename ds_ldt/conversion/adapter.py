@@ -81,7 +81,7 @@ def merge_adapter(base: PathLike, adapter: PathLike, out: PathLike, *, overwrite
         overwrite: Replace a model that `out` holds.
 
     Raises:
-        CheckpointError: `out` may not be written.
+        CheckpointError: `out` may not be written, or the adapter cannot be merged.
         ConfigError: The base model is not supported.
     """
     from peft import PeftModel
@@ -90,7 +90,11 @@ def merge_adapter(base: PathLike, adapter: PathLike, out: PathLike, *, overwrite
     family = family_of(checked_config(read_hf_config(base)))
     with StagedDirectory(Path(out), is_ours=is_model_file, overwrite=overwrite) as staged:
         model = family.model_class.from_pretrained(base, dtype="auto", local_files_only=True)
-        PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(staged.path)
+        try:
+            merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        except RuntimeError as error:  # e.g. a bias of an adapter over a layer that has none
+            raise CheckpointError(f"PEFT cannot merge {adapter}: {error} Fix: use it as an adapter") from error
+        merged.save_pretrained(staged.path)
         copy_files(EDGE_ONLY_FILES, [Path(base)], staged.path)
         staged.commit()
 

@@ -67,10 +67,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         _, logits = engine.eval_batch(data, return_logits=True)
     engine.save_checkpoint(site_directory)
 
-    again = engine_of(case, 99)
-    again.load_checkpoint(site_directory, tag=f"global_step{HALF}")
-    resumed = [float(again.train_batch(batches(range(HALF, STEPS)) if is_edge else None))]
-    resumed.append(float(again.train_batch()))
+    resumed, after_resumed = None, {}
+    if case["resume"]:
+        again = engine_of(case, 99)
+        again.load_checkpoint(site_directory, tag=f"global_step{HALF}")
+        data = batches(range(HALF, STEPS)) if is_edge else None
+        resumed = [float(again.train_batch(data)) for _ in range(HALF, STEPS)]
+        after_resumed = trained(again, case["model"])
+        again.destroy()
     instructions = [type(command).__name__ for commands in engine._train_schedule().steps() for command in commands]
     found = {
         "losses": losses,
@@ -78,11 +82,10 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "resumed": resumed,
         "before": before,
         "after": trained(engine, case["model"]),
-        "after_resumed": trained(again, case["model"]),
+        "after_resumed": after_resumed,
         "frozen": sum(not p.requires_grad for p in engine.module.parameters()),
         "gradients_sent": instructions.count("SendGrad"),
         "logits": logits,
     }
     engine.destroy()
-    again.destroy()
     return found

@@ -47,6 +47,7 @@ class Case:
     clipping: float = 0.0
     deepspeed: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
+    resume: bool = False
 
     @property
     def is_bf16(self) -> bool:
@@ -77,6 +78,7 @@ CASES = (
         sent=(4, 2),
         clipping=0.1,
         deepspeed={"pipeline": ANEW},
+        resume=True,
     ),
     Case(
         name="S03 S46 in the cloud only",
@@ -99,6 +101,7 @@ CASES = (
         lora={**RANDOM, "layers_to_transform": CLOUD},
         sent=(4, 0),
         deepspeed={"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+        resume=True,
     ),
     Case(
         name="magnitudes, a whole output layer, backwards in two halves",
@@ -248,7 +251,12 @@ def test_adapters_over_two_sites_equal_those_of_the_unsplit_model(groups: GroupP
         key = (case.family, case.tied)
         if key not in models:
             models[key] = save_model(tmp_path / f"{case.family}", family=case.family, tie_word_embeddings=case.tied)
-        folder = {"model": str(models[key]), "save_to": str(tmp_path / case.name), "evaluate": case is CASES[0]}
+        folder = {
+            "model": str(models[key]),
+            "save_to": str(tmp_path / case.name),
+            "evaluate": case is CASES[0],
+            "resume": case.resume,
+        }
         cases.append({**folder, "settings": case.settings()})
     ranks = groups.run(3, "tests.models.lora_cases:train_all", cases, deadline_s=240)
     for number, case in enumerate(CASES):
@@ -276,14 +284,14 @@ def check(case: Case, model: Path, saved: Path, ranks: list[dict[str, Any]]) -> 
     for rank in ranks:
         assert rank["losses"] == pytest.approx(losses, **close), case.name
         assert rank["norms"] == pytest.approx(norms, **close), case.name
-        assert rank["resumed"] == rank["losses"][HALF:], case.name
+        assert rank["resumed"] == (rank["losses"][HALF:] if case.resume else None), case.name
         assert rank["frozen"] > 0
     for name, value in {**cloud["after"], **edge["after"]}.items():
         wanted = dict(oracle.named_parameters())[name].detach()
         assert torch.allclose(value, wanted, atol=2e-2 if case.is_bf16 else 2e-5), (case.name, name)
         assert not torch.equal(value, before[name]), (case.name, name)
-        again = {**cloud["after_resumed"], **edge["after_resumed"]}[name]
-        assert torch.equal(value, again), (case.name, name)
+        again = {**cloud["after_resumed"], **edge["after_resumed"]}
+        assert not case.resume or torch.equal(value, again[name]), (case.name, name)
     assert all(torch.equal(replica["after"][name], value) for name, value in cloud["after"].items())
 
     for path in saved.rglob("layer_*"):
