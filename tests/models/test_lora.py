@@ -288,7 +288,7 @@ def check(case: Case, model: Path, saved: Path, ranks: list[dict[str, Any]]) -> 
         assert rank["frozen"] > 0
     for name, value in {**cloud["after"], **edge["after"]}.items():
         wanted = dict(oracle.named_parameters())[name].detach()
-        assert torch.allclose(value, wanted, atol=2e-2 if case.is_bf16 else 2e-5), (case.name, name)
+        assert torch.allclose(value, wanted, atol=2e-2 if case.is_bf16 else 1e-4), (case.name, name)
         assert not torch.equal(value, before[name]), (case.name, name)
         again = {**cloud["after_resumed"], **edge["after_resumed"]}
         assert not case.resume or torch.equal(value, again[name]), (case.name, name)
@@ -330,8 +330,8 @@ def check_merged(case: Case, model: Path, saved: Path, loaded: PeftModel) -> Non
     assert (saved / "merged" / "tokenizer.json").is_file()
     with safe_open(saved / "adapter" / "adapter_model.safetensors", framework="pt") as file:
         assert "base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight" in file.keys()  # noqa: SIM118
-    assert LoraConfig.from_pretrained(saved / "adapter").rank_pattern == {"layers.1.self_attn.q_proj": 3}
+    assert LoraConfig.from_pretrained(str(saved / "adapter")).rank_pattern == {"layers.1.self_attn.q_proj": 3}
     cloud = saved / "cloud" / f"global_step{STEPS}"
-    next(path for path in cloud.glob("layer_*")).unlink()
+    min(cloud.glob("layer_*")).unlink()
     with pytest.raises(CheckpointError, match=r"missing: base_model.model.model.layers.1.self_attn.q_proj.lora_A"):
         export_adapter(saved / "edge", saved / "cloud", saved / "incomplete", hf_config=model)
