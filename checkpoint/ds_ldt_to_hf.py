@@ -3,6 +3,12 @@
 
     python checkpoint/ds_ldt_to_hf.py --edge EDGE --cloud CLOUD --hf-config MODEL --out OUT
 
+    python checkpoint/ds_ldt_to_hf.py --edge EDGE --cloud CLOUD --hf-config MODEL --out OUT --adapter
+    python checkpoint/ds_ldt_to_hf.py --edge EDGE --cloud CLOUD --hf-config MODEL --out OUT --merge
+
+With --adapter what `ldt.lora` trained becomes an adapter directory of PEFT; with --merge it becomes a whole model, the
+weights of MODEL with the adapter merged in.
+
 EDGE and CLOUD are directories written by hf_to_ds_ldt.py, or checkpoint directories of the engine (the tag that their
 `latest` file names is read). Run it where both are at hand, as a rule on the edge: the result is the whole model.
 """
@@ -11,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
-from ds_ldt.conversion import convert_to_hf
+from ds_ldt.conversion import convert_to_hf, export_adapter, merge_adapter
 from ds_ldt.conversion.shards import DEFAULT_MAX_SHARD_SIZE
 from ds_ldt.errors import LDTError
 
@@ -33,8 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--max-shard-size", default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE", help="e.g. 5GB (default: %(default)s)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the model that the directory holds")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--adapter", action="store_true", help="write an adapter directory of PEFT")
+    kind.add_argument("--merge", action="store_true", help="write the model in --hf-config with the adapter merged in")
     options = parser.parse_args(arguments)
+    if (options.adapter or options.merge) and options.hf_config is None:
+        parser.error("--adapter and --merge need --hf-config, the base model")
     try:
+        if options.adapter or options.merge:
+            print(f"wrote {_write_adapter(options)} to {options.out}")
+            return 0
         names = convert_to_hf(
             options.edge,
             options.cloud,
@@ -48,6 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"wrote {len(names)} file{'s' * (len(names) > 1)} of weights to {options.out}")
     return 0
+
+
+def _write_adapter(options: argparse.Namespace) -> str:
+    """Write the adapter, or the model with it; return what was written."""
+    sites = {"edge": options.edge, "cloud": options.cloud, "hf_config": options.hf_config}
+    if options.adapter:
+        return f"an adapter of {len(export_adapter(**sites, out=options.out, overwrite=options.overwrite))} tensors"
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = Path(folder, "adapter")
+        export_adapter(**sites, out=adapter)
+        merge_adapter(options.hf_config, adapter, options.out, overwrite=options.overwrite)
+    return "the model with the adapter merged in"
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def shared_settings(job: JobConfig) -> dict[str, str]:
         "ldt.schedule": job.ldt.schedule.model_dump(),
         "ldt.loss_reduction": job.ldt.loss_reduction,
         "gradient_clipping": get_gradient_clipping(job.deepspeed),
+        **({"ldt.lora": job.ldt.lora.model_dump()} if job.ldt.lora is not None else {}),
         **({"ldt.freeze": job.ldt.freeze} if job.ldt.freeze else {}),
         **{key: job.deepspeed[key] for key in _SHARED_SETTINGS if key in job.deepspeed},
     }

@@ -76,6 +76,7 @@ def initialize(
         )
     _check_same_config(model, config or config_params or getattr(args, "deepspeed_config", None))
 
+    model.inject_adapters()
     grid = model.mpu()
     if grid.is_closed:
         raise ConfigError.of(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.utils import logger
+from torch.nn import Module
 
 from ds_ldt.errors import CheckpointError
 from ds_ldt.reduce import MAX_TEXT_BYTES, bounded, exchange_text, sum_over_sites
@@ -72,7 +73,7 @@ def save(
         _together(
             engine,
             f"commit checkpoint {name!r} in {root}",
-            lambda: _commit(engine, staging, root / name),
+            lambda: _commit(engine, staging, root / name, frozen_excluded=exclude_frozen_parameters),
             leaders_only=True,
         )
         if save_latest:
@@ -211,7 +212,7 @@ def _write(state: Mapping[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _commit(engine: LDTPipelineEngine, staging: Path, target: Path) -> None:
+def _commit(engine: LDTPipelineEngine, staging: Path, target: Path, *, frozen_excluded: bool) -> None:
     """Move the files of this site into the tag directory, its manifest last.
 
     An earlier checkpoint of the same tag is put aside until the new one is complete; :func:`_put_back` returns it if
@@ -231,6 +232,8 @@ def _commit(engine: LDTPipelineEngine, staging: Path, target: Path) -> None:
         "global_steps": engine.global_steps,
         "pipeline_num_layers": engine.module.layout.configured,
         "data_parallel_size": engine.grid.num_physical_replicas,
+        "frozen_excluded": frozen_excluded,
+        "lora": None if engine.module.adapters is None else engine.module.adapters.settings.model_dump(),
         "files": files,
     }
     _replace_text(manifest, json.dumps(content, indent=2) + "\n")
@@ -306,11 +309,13 @@ def _newest(tags: Mapping[str, int]) -> str:
 
 def _read_rank_files(engine: LDTPipelineEngine, directory: Path, strict: bool, *, optimizer: bool) -> dict[str, Any]:
     """Load the layers of this rank into the module; return its other state."""
+    manifest = json.loads((directory / manifest_name(engine.site)).read_text())
+    frozen_excluded = bool(manifest.get("frozen_excluded", False))
     for index, layer in engine.module.owned_layers().items():
         path = directory / f"layer_{index:02d}-model_states.pt"
         if not path.is_file() and not layer.state_dict():
             continue
-        layer.load_state_dict(_read(path), strict=strict)
+        _load_layer(layer, path, strict=strict, frozen_excluded=frozen_excluded)
     state = _read(directory / f"mp_rank_{engine.stage_id:02d}_model_states.pt")
     if optimizer and engine.optimizer is not None:
         state["optimizer"] = _optimizer_state(engine, directory, state["optimizer"])
@@ -334,6 +339,21 @@ def _optimizer_state(engine: LDTPipelineEngine, directory: Path, whole: Any) -> 
         return _read(directory / _shard_name(engine, mine))["optimizer"]
     shards = [_read(directory / _shard_name(engine, replica))["optimizer"] for replica in range(saved)]
     return engine.optimizer.recut(shards)
+
+
+def _load_layer(layer: Module, path: Path, *, strict: bool, frozen_excluded: bool) -> None:
+    """Load a layer; frozen parameters may be missing exactly where the checkpoint was saved without them."""
+    missing, unexpected = layer.load_state_dict(_read(path), strict=False)
+    if not strict:
+        return
+    frozen = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
+    wrong = [f"missing: {key}" for key in missing if not (frozen_excluded and key in frozen)]
+    wrong += [f"unexpected: {key}" for key in unexpected]
+    if wrong:
+        raise CheckpointError(
+            f"{path} does not fit the layer: {', '.join(wrong)}. Fix: give ldt.lora and ldt.freeze as they were when "
+            "it was saved, or pass load_module_strict=False"
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

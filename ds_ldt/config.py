@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from ds_ldt.checks import (
     Batch,
@@ -34,7 +34,9 @@ from ds_ldt.config_errors import translated
 from ds_ldt.deepspeed_settings import batch_numbers, deepspeed_problems
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.json_file import read_json
+from ds_ldt.lora_settings import LoraSettings, adapters_and_freeze
 from ds_ldt.modalities import MODALITIES, by_modality, listed, mapping_form, matrices_sites
+from ds_ldt.sections import Section, TraceConfig
 
 _WEEK_S = 604800.0
 _SIZE = "a whole number >= 1"
@@ -42,17 +44,11 @@ _SECTION = "an object with named settings"
 _EACH = f"or one for each of {' and '.join(MODALITIES)}"
 
 
-class _Section(BaseModel):
-    """A JSON object in which every key is known and no value is converted in silence."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
 ByModality = float | dict[str, float]
 """A number, or where the modalities of a model differ one for each of them."""
 
 
-class SiteConfig(_Section):
+class SiteConfig(Section):
     """Sizes of one site.
 
     Attributes:
@@ -66,7 +62,7 @@ class SiteConfig(_Section):
     )
 
 
-class ScheduleConfig(_Section):
+class ScheduleConfig(Section):
     """How the micro-batches are ordered.
 
     Attributes:
@@ -100,7 +96,7 @@ class ScheduleConfig(_Section):
         return None if value is None else by_modality(value, lambda number: 0 < number < math.inf)
 
 
-class LinkConfig(_Section):
+class LinkConfig(Section):
     """What is known of the wide-area link beforehand: hints for planning.
 
     Attributes:
@@ -122,28 +118,7 @@ class LinkConfig(_Section):
         return by_modality(value, lambda number: 0 <= number < math.inf)
 
 
-class TraceConfig(_Section):
-    """Which steps are recorded.
-
-    Attributes:
-        path: Directory of this site into which each rank writes `rank_<rank>.json`.
-        steps: The first and the last training step to record, counted from 1.
-    """
-
-    path: str = Field(min_length=1, description="the path of a directory", examples=["trace"])
-    steps: tuple[int, int] = Field(description="two whole numbers, first <= last, from 1 on", examples=["[3, 4]"])
-
-    @field_validator("steps", mode="before")
-    @classmethod
-    def _range(cls, value: object) -> object:
-        if isinstance(value, list | tuple) and len(value) == 2:  # noqa: PLR2004
-            first, last = value
-            if all(type(step) is int for step in value) and 1 <= first <= last:
-                return (first, last)
-        raise ValueError("no range of steps")
-
-
-class LDTConfig(_Section):
+class LDTConfig(Section):
     """The "ldt" section.
 
     Attributes:
@@ -159,6 +134,7 @@ class LDTConfig(_Section):
             Hugging Face models, "micro_batch" for lists of layers).
         activation_checkpoint_interval: Layers between activation checkpoints, by chunk; None: DeepSpeed's own setting.
         freeze: Names of parts of the model that are not trained; which there are, the model says.
+        lora: Adapters that are trained in place of the model; None to train the model itself.
         measured_costs: File into which rank 0 writes what "auto" measured, for `ds-ldt plan --costs`; None for none.
         trace: Which steps are recorded for `ds-ldt draw --trace` and Perfetto; None for none.
     """
@@ -183,6 +159,9 @@ class LDTConfig(_Section):
     )
     freeze: list[str] = Field(
         default=[], description="a list of names of parts of the model", examples=['["vision_encoder"]']
+    )
+    lora: LoraSettings | None = Field(
+        default=None, description=f"{_SECTION}, or null", examples=['{"r": 8, "target_modules": ["q_proj"]}']
     )
     measured_costs: str | None = Field(
         default=None, min_length=1, description="the path of a file, or null", examples=["costs.json"]
@@ -212,6 +191,7 @@ class LDTConfig(_Section):
             matrices_sites(layers, allow_exposed_edge=exposed)
             if isinstance(layers, dict)
             else matrix_sites(layers, num_leading=1, num_trailing=1, allow_exposed_edge=exposed),
+            adapters_and_freeze(self.lora, self.freeze),
             *self._hints(),
         ]
         problems = [problem for problem in found if problem is not None]

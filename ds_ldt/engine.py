@@ -541,7 +541,7 @@ class LDTPipelineEngine(PipelineEngine):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
+        exclude_frozen_parameters: bool | None = None,
     ) -> bool:
         """Save a checkpoint on both sites; see :func:`ds_ldt.checkpointing.save`.
 
@@ -550,7 +550,8 @@ class LDTPipelineEngine(PipelineEngine):
             tag: name, the same on every rank; default ``global_step<N>``.
             client_state: the caller's own values, returned by :meth:`load_checkpoint`.
             save_latest: point ``latest`` to it.
-            exclude_frozen_parameters: leave out what is not trained.
+            exclude_frozen_parameters: leave out what is not trained; default: with ``ldt.lora``, whose adapters are
+                then all that is saved.
 
         Returns:
             True.
@@ -565,7 +566,9 @@ class LDTPipelineEngine(PipelineEngine):
             tag,
             client_state or {},
             save_latest=save_latest,
-            exclude_frozen_parameters=exclude_frozen_parameters,
+            exclude_frozen_parameters=self.module.adapters is not None
+            if exclude_frozen_parameters is None
+            else exclude_frozen_parameters,
         )
         return True
 

@@ -22,6 +22,7 @@ from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.grid import LDTPipelineGrid, LDTTopology
 from ds_ldt.launch import init_distributed, prepare_environment
 from ds_ldt.layout import Layout
+from ds_ldt.lora import plan_adapters
 from ds_ldt.recipe import recipe_problems
 from ds_ldt.shapes import Shapes
 from ds_ldt.topology import RankMap
@@ -63,6 +64,8 @@ class LDTPipelineModule(PipelineModule):
             virtual stage of the edge is run on the meta device, once for each input shape.
         parts: names for ``ldt.freeze`` and what they stand for: indices of layers, or ``(index, prefix)`` for the
             parameters of a layer whose names start so.
+        layer_names: for ``ldt.lora``, the name of each layer in the unsplit model; default ``model.layers.{index}``.
+        model_type: for ``ldt.lora``, whose default target modules to take, by transformers' name.
         base_seed: seed of the initial weights; layer i uses ``base_seed + i``.
         activation_checkpoint_interval: checkpoint activations every so many layers; 0 turns it off. A value in the
             JSON's ``pipeline`` section wins, and over that ``ldt.activation_checkpoint_interval``, which has one for
@@ -93,6 +96,8 @@ class LDTPipelineModule(PipelineModule):
         loss_reduction: str = "micro_batch",
         sent_shapes: Callable[[Any, tuple[Tensor, ...], int], Shapes | None] | None = None,
         parts: Mapping[str, Iterable[int | tuple[int, str]]] | None = None,
+        layer_names: Sequence[str] | None = None,
+        model_type: str | None = None,
         base_seed: int = 1234,
         activation_checkpoint_interval: int = 0,
         checkpointable_layers: list[str] | None = None,
@@ -115,6 +120,10 @@ class LDTPipelineModule(PipelineModule):
         self.dynamic_shape = dynamic_shape
         self._check()
         frozen = frozen_parameters(self.job.ldt.freeze, parts or {})
+        lora = self.job.ldt.lora
+        plan = partial(plan_adapters, layers=self._layer_specs, names=layer_names, model_type=model_type)
+        self.adapters = None if lora is None else plan(lora)
+        self._has_adapters = False
 
         init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
         self._topo = LDTTopology(RankMap.from_config(self.job))
@@ -231,6 +240,22 @@ class LDTPipelineModule(PipelineModule):
             for name, parameter in held[index].named_parameters() if index in held else ():
                 if name.startswith(prefix):
                     parameter.requires_grad_(False)
+
+    def inject_adapters(self) -> None:
+        """Put in the adapters of ``ldt.lora``, if any, and freeze all else: once, and after base weights are loaded.
+
+        :func:`ds_ldt.initialize` and ``from_pretrained`` call it. Start values depend on ``base_seed`` and the index
+        of a layer.
+        """
+        if self.adapters is None or self._has_adapters:
+            return
+        self._has_adapters = True
+        for index, layer in self.owned_layers().items():
+            adapted = self.adapters.put_into(layer, index, seed=self.base_seed + index)
+            if adapted is not layer:
+                self.add_module(str(index), adapted)
+                for funcs in (self.forward_funcs, *self.virtual_stage_funcs.values()):
+                    funcs[:] = [adapted if func is layer else func for func in funcs]
 
     def _modules_by_layer(self) -> dict[int, nn.Module]:
         """The module behind each layer of this rank; both layers of a tied pair have the same."""

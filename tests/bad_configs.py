@@ -267,6 +267,38 @@ _TABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("loss_reduction", {"ldt.loss_reduction": "sum"}, ['ldt.loss_reduction: found "sum", expected one of "token"']),
     ("freeze_is_text", {"ldt.freeze": "merger"}, ['ldt.freeze: found "merger", expected a list of names of parts']),
     ("freeze_a_number", {"ldt.freeze": [1]}, ["ldt.freeze: found 1, expected a list of names of parts of the model"]),
+    ("lora_is_text", {"ldt.lora": "q_proj"}, ['ldt.lora: found "q_proj", expected an object with named settings']),
+    ("lora_rank_0", {"ldt.lora": {"r": 0}}, ["ldt.lora.r: found 0, expected a whole number >= 1"]),
+    ("lora_alpha_text", {"ldt.lora": {"lora_alpha": "8"}}, ['ldt.lora.lora_alpha: found "8", expected a number > 0']),
+    ("lora_typo", {"ldt.lora": {"target_module": ["q_proj"]}}, ['did you mean "target_modules"?']),
+    ("lora_no_targets", {"ldt.lora": {"target_modules": []}}, ["ldt.lora.target_modules: found []"]),
+    ("lora_index", {"ldt.lora": {"layers_to_transform": [-1]}}, ["ldt.lora.layers_to_transform: found [-1]"]),
+    ("lora_ranks", {"ldt.lora": {"rank_pattern": {"q_proj": 0}}}, ['ldt.lora.rank_pattern: found {"q_proj": 0}']),
+    (
+        "lora_changes_the_base",
+        {"ldt.lora": {"init_lora_weights": "pissa"}},
+        ['ldt.lora.init_lora_weights: found "pissa", expected true, false or "gaussian"'],
+    ),
+    (
+        "lora_quantised",
+        {"ldt.lora": {"use_qalora": True}},
+        ["ldt.lora.use_qalora: found true, expected nothing: quantised base weights (QLoRA) are not supported"],
+    ),
+    (
+        "lora_expression_and_indices",
+        {"ldt.lora": {"target_modules": ".*q_proj", "layers_to_transform": [1]}},
+        ["ldt.lora.layers_to_transform: found [1], expected null, because ldt.lora.target_modules is not a list"],
+    ),
+    (
+        "lora_magnitudes_and_bias",
+        {"ldt.lora": {"use_dora": True, "lora_bias": True}},
+        ["ldt.lora.lora_bias: found true, expected false with use_dora"],
+    ),
+    (
+        "lora_and_freeze",
+        {"ldt.lora": {}, "ldt.freeze": ["head"]},
+        ['ldt.freeze: found ["head"], expected nothing beside ldt.lora'],
+    ),
     ("trace_is_text", {"ldt.trace": "trace"}, ['ldt.trace: found "trace", expected an object with named settings']),
     ("trace_without_path", {"ldt.trace": {"steps": [1, 2]}}, ["ldt.trace.path: found nothing"]),
     (

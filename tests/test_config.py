@@ -77,8 +77,8 @@ def test_settings_left_out_have_the_documented_values() -> None:
     assert (ldt.link.latency_ms, ldt.link.bandwidth_mbps, ldt.link.message_mb) == (20.0, 1000.0, 1.0)
     assert (ldt.schedule.measure_steps, ldt.measured_costs) == (3, None)
     assert ldt.timeout_s == 300.0
-    assert (ldt.allow_exposed_edge, ldt.loss_reduction, ldt.trace) == (False, None, None)
     assert ldt.activation_checkpoint_interval is None
+    assert (ldt.allow_exposed_edge, ldt.loss_reduction, ldt.trace, ldt.lora) == (False, None, None, None)
 
 
 def test_every_ldt_setting_is_read() -> None:
@@ -101,6 +101,7 @@ def test_every_ldt_setting_is_read() -> None:
         "loss_reduction": "micro_batch",
         "activation_checkpoint_interval": [1, 0],
         "freeze": ["vision_encoder"],
+        "lora": None,
         "measured_costs": "costs.json",
         "trace": {"path": "trace", "steps": [3, 4]},
     }

@@ -57,7 +57,7 @@ def convert_to_hf(
             not belong together; or `out` may not be written.
     """
     shard_size = parse_size(max_shard_size)
-    sites = _open_sites(Path(edge), Path(cloud))
+    sites = open_sites(Path(edge), Path(cloud))
     config_directory = sites["edge"].directory if hf_config is None else Path(hf_config)
     if hf_config is None and not (config_directory / CONFIG_FILE).is_file():
         raise CheckpointError(
@@ -70,7 +70,7 @@ def convert_to_hf(
     family = family_of(config)
     holders = _assign(sites, family, family.key_map(config))
 
-    with StagedDirectory(Path(out), is_ours=_is_ours, overwrite=overwrite) as staged:
+    with StagedDirectory(Path(out), is_ours=is_model_file, overwrite=overwrite) as staged:
         writer = ShardWriter(staged.path, shard_size)
         dtypes = _write_weights(writer, holders, family, config)
         names = writer.finish()
@@ -80,7 +80,7 @@ def convert_to_hf(
     return names
 
 
-def _open_sites(edge: Path, cloud: Path) -> dict[Site, LayerFiles]:
+def open_sites(edge: Path, cloud: Path) -> dict[Site, LayerFiles]:
     """Open both directories and check that they belong together."""
     sites: dict[Site, LayerFiles] = {"edge": LayerFiles(edge), "cloud": LayerFiles(cloud)}
     for site, files in sites.items():
@@ -165,6 +165,6 @@ def _write_config(source: Path, destination: Path, dtypes: set[torch.dtype]) -> 
     write_text(destination, text)
 
 
-def _is_ours(_: Path, name: str) -> bool:
+def is_model_file(_: Path, name: str) -> bool:
     """Tell whether a file is part of a Hugging Face model, and so may be replaced by one."""
     return name in (CONFIG_FILE, INDEX_FILE, *EDGE_ONLY_FILES) or _WEIGHTS.fullmatch(name) is not None

@@ -83,6 +83,10 @@ class KeyMap:
         """Return the Hugging Face key of a layer's weight, e.g. (3, "mlp.up_proj.weight") of decoder layer 2."""
         return self.prefix(layer) + key
 
+    def module_name(self, layer: int) -> str:
+        """Return the name that a pipeline layer has as a module of the unsplit model."""
+        return self.prefix(layer).removesuffix(".")
+
     def locate(self, hf_key: str) -> tuple[int, str] | None:
         """Return the pipeline layer and the key within it of a Hugging Face key, or None if it belongs to none."""
         for layer, prefix in ((EMBEDDING, _EMBEDDING_PREFIX), (self.norm, _NORM_PREFIX), (self.head, _HEAD_PREFIX)):

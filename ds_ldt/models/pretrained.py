@@ -101,6 +101,7 @@ def from_pretrained(
         initialize_layers(module.owned_layers(), family, model_config, seed=seed)
     else:
         load_layers(module.owned_layers(), weights)
+    module.inject_adapters()
     return module
 
 
@@ -112,7 +113,7 @@ def pipeline_options(family: ModelFamily, config: PreTrainedConfig, layout: Layo
         config: The checked config of the model.
         layout: The layout of its layers.
     """
-    depths = family.depths(config)
+    depths, keys = family.depths(config), family.key_map(config)
     return {
         "loss_fn": causal_lm_loss,
         "wire": family.wire_schema(layout),
@@ -122,6 +123,8 @@ def pipeline_options(family: ModelFamily, config: PreTrainedConfig, layout: Layo
         "depths": depths if isinstance(depths, dict) else None,
         "local_layers": family.local_layers(config),
         "parts": family.parts(config),
+        "layer_names": [keys.module_name(layer) for layer in range(keys.num_layers)],
+        "model_type": family.name,
         "batch_fn": family.batches(config),
         "count_targets": count_targets,
         "loss_reduction": "token",

@@ -18,8 +18,6 @@ from tests.models.tiny import tiny_config
 
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp32, checkpoints": {"pipeline": {"activation_checkpoint_interval": 1}},
     "bf16, checkpoints": {"bf16": {"enabled": True}, "pipeline": {"activation_checkpoint_interval": 1}},
 }
 

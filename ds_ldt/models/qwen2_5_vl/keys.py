@@ -77,6 +77,14 @@ class VisionLanguageKeyMap(KeyMap):
             raise IndexError(f"layer {layer} is not one of the {self.num_layers} pipeline layers")
         return self._text.prefix(layer - self.embedding)
 
+    def module_name(self, layer: int) -> str:
+        """Return the name that a pipeline layer has as a module of the unsplit model."""
+        published = self.prefix(layer)
+        for written, shorter in _MODULE_PREFIXES:
+            if published.startswith(shorter):
+                return (written + published.removeprefix(shorter)).removesuffix(".")
+        return published.removesuffix(".")
+
     def locate(self, hf_key: str) -> tuple[int, str] | None:
         """Return the pipeline layer and the key within it of a Hugging Face key, or None if it belongs to none."""
         for written, published in _MODULE_PREFIXES:
