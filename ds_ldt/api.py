@@ -76,15 +76,9 @@ def initialize(
         )
     _check_same_config(model, config or config_params or getattr(args, "deepspeed_config", None))
 
+    _check_open(model)
     model.inject_adapters()
     grid = model.mpu()
-    if grid.is_closed:
-        raise ConfigError.of(
-            "model",
-            found="a module whose engine was destroyed",
-            expected="one whose process groups are open",
-            fix="build a new LDTPipelineModule",
-        )
     engine = LDTPipelineEngine(
         args=None,
         model=model,
@@ -103,6 +97,16 @@ def initialize(
         if warning is not None:
             logger.warning(warning)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_open(model: LDTPipelineModule) -> None:
+    if model.mpu().is_closed:
+        raise ConfigError.of(
+            "model",
+            found="a module whose engine was destroyed",
+            expected="one whose process groups are open",
+            fix="build a new LDTPipelineModule",
+        )
 
 
 def _check_same_config(model: LDTPipelineModule, config: Any) -> None:

@@ -120,10 +120,9 @@ class LDTPipelineModule(PipelineModule):
         self.dynamic_shape = dynamic_shape
         self._check()
         frozen = frozen_parameters(self.job.ldt.freeze, parts or {})
-        lora = self.job.ldt.lora
+        self._has_adapters, lora = False, self.job.ldt.lora
         plan = partial(plan_adapters, layers=self._layer_specs, names=layer_names, model_type=model_type)
         self.adapters = None if lora is None else plan(lora)
-        self._has_adapters = False
 
         init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
         self._topo = LDTTopology(RankMap.from_config(self.job))
@@ -133,8 +132,7 @@ class LDTPipelineModule(PipelineModule):
         self.global_rank = self._grid.global_rank
         self.world_size = self._grid.world_size
         self.local_rank = environment.local_rank
-        self.num_stages = self.layout.num_stages
-        self.stage_id = self._grid.stage_id
+        self.num_stages, self.stage_id = self.layout.num_stages, self._grid.stage_id
 
         self._configure_activation_checkpointing(activation_checkpoint_interval, checkpointable_layers)
         self._build_virtual_stages(base_seed)
