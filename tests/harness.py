@@ -12,6 +12,9 @@ rank raises `GroupError` with every rank's traceback, or, with `check=False`, is
 `Failure`. After a failure the processes are killed and the next case gets fresh ones, for the state of their process
 group is unknown. A case past its deadline raises `GroupTimeoutError` with the stacks of all threads of all ranks.
 
+Ranks with a process group are forked from a template that has imported torch, deepspeed and transformers
+(`tests/forking.py`); the others are processes started anew.
+
 Only processes started here are ever signalled, each by the id of the session it leads.
 """
 
@@ -37,6 +40,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from tests.forking import Forked, fork
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DEADLINE_S = 60.0
@@ -83,7 +88,7 @@ class GroupTimeoutError(GroupError):
 @dataclass(slots=True)
 class _Worker:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     connection: Connection
     output: Path
     stacks: Path
@@ -198,6 +203,7 @@ class GroupSession:
                 worker.process.wait(timeout=0.5)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)  # each child leads a session of its own
+            worker.process.kill()  # should it not have come so far
             worker.process.wait()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -219,24 +225,33 @@ class GroupSession:
     def _launch(self, rank: int, port: int, directory: Path) -> _Worker:
         ours, theirs = Pipe()
         stacks, output = directory / f"stacks_{rank}", directory / f"output_{rank}"
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        }
-        options = (theirs.fileno(), str(stacks), self.init, self.group_timeout_s)
+        environment = (
+            os.environ
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(self.world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+                "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            }
+            | dict(self.env or {})
+        )
+        if self.init is not None:
+            options = (str(stacks), self.init, self.group_timeout_s)
+            forked = fork(serve, theirs, options, environment=environment, directory=str(ROOT), output=str(output))
+            theirs.close()
+            return _Worker(rank=rank, process=forked, connection=ours, output=output, stacks=stacks)
+        arguments = (theirs.fileno(), str(stacks), self.init, self.group_timeout_s)
         with output.open("wb") as sink:
-            process = subprocess.Popen(
-                [sys.executable, "-c", f"from tests.harness import serve; serve{options!r}"],
+            started = subprocess.Popen(
+                [sys.executable, "-c", f"from tests.harness import serve; serve{arguments!r}"],
                 cwd=ROOT,
-                env=environment | dict(self.env or {}),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -244,7 +259,7 @@ class GroupSession:
                 start_new_session=True,
             )
         theirs.close()
-        return _Worker(rank=rank, process=process, connection=ours, output=output, stacks=stacks)
+        return _Worker(rank=rank, process=started, connection=ours, output=output, stacks=stacks)
 
     def _collect(self, timeout_title: str, deadline_s: float, grace_s: float) -> list[Any]:
         """One answer per rank; kills the group and raises `GroupTimeoutError` at the deadline."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 
 def rank_and(value: int) -> tuple[int, int, int]:
@@ -59,3 +60,10 @@ def hang_in_a_receive() -> None:
 
     if dist.get_rank() == 1:
         dist.recv(torch.zeros(1), src=0)
+
+
+def template_of() -> tuple[int, int, bool]:
+    """Process id of what this process was forked from, its number of threads, and whether it had imported torch."""
+    template = os.getppid()
+    imported = "libtorch_cpu" in Path(f"/proc/{template}/maps").read_text()
+    return template, len(os.listdir(f"/proc/{template}/task")), imported

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -81,6 +82,13 @@ def test_a_full_pool_closes_the_least_recently_used_sessions() -> None:
 
 def test_cases_run_with_an_initialised_group(groups: GroupPool) -> None:
     assert groups.run(2, f"{CASES}:all_reduce_of_ranks") == [3.0, 3.0]
+
+
+def test_ranks_are_forked_from_one_template_that_has_imported_torch_and_has_no_other_thread(groups: GroupPool) -> None:
+    first, second = groups.run(2, f"{CASES}:template_of")
+    assert first == second
+    assert first[0] != os.getpid()
+    assert first[1:] == (1, True)
 
 
 def test_a_hang_inside_gloo_shows_where(groups: GroupPool) -> None:
