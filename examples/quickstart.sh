@@ -7,7 +7,8 @@
 #   --text FILE      the text to train on, opened by the edge only      (Python's reference manual)
 #   --steps N        training steps                                     (8)
 #   --domains D      data-parallel pipelines in the cloud               (2)
-#   --config FILE    a DeepSpeed JSON of your own, used as it is        (made from ds_configs/smollm2_quickstart.json)
+#   --config FILE    a DeepSpeed JSON of your own, used as it is        (made from --base)
+#   --base FILE      the JSON that the run's own is made from           (ds_configs/smollm2_quickstart.json)
 #   --workdir DIR    where everything it makes goes                     (ldt_work)
 #   --help
 #
@@ -16,11 +17,12 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-model="" text="" steps=8 domains="" config="" workdir="$LDT_ROOT/ldt_work"
+model="" text="" steps=8 domains="" config="" base="$LDT_ROOT/ds_configs/smollm2_quickstart.json"
+workdir="$LDT_ROOT/ldt_work"
 while [ "$#" -gt 0 ]; do
     case "$1" in
-        -h | --help) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
-        --model | --text | --steps | --domains | --config | --workdir)
+        -h | --help) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        --model | --text | --steps | --domains | --config | --base | --workdir)
             [ "$#" -ge 2 ] || ldt_die "$1 needs a value"
             case "$1" in
                 --model) model="$2" ;;
@@ -28,6 +30,7 @@ while [ "$#" -gt 0 ]; do
                 --steps) steps="$2" ;;
                 --domains) domains="$2" ;;
                 --config) config="$2" ;;
+                --base) base="$2" ;;
                 --workdir) workdir="$2" ;;
             esac
             shift 2 ;;
@@ -40,6 +43,7 @@ done
 [ -z "$model" ] || [ -f "$model/config.json" ] || ldt_die "--model '$model' is no Hugging Face directory: no config.json in it"
 [ -z "$text" ] || [ -f "$text" ] || ldt_die "--text '$text' does not exist"
 [ -z "$config" ] || [ -f "$config" ] || ldt_die "--config '$config' does not exist"
+[ -f "$base" ] || ldt_die "--base '$base' does not exist"
 [ -z "$config" ] || [ -z "$domains" ] || ldt_die "--domains and --config both say how many domains there are: give one of them"
 
 begin="$(date +%s)"
@@ -60,7 +64,7 @@ fi
 
 if [ -z "$config" ]; then
     config="$workdir/config.json"
-    python "$examples/quickstart_steps.py" config --base "$LDT_ROOT/ds_configs/smollm2_quickstart.json" \
+    python "$examples/quickstart_steps.py" config --base "$base" \
         --model "$model" ${domains:+--domains "$domains"} --out "$config"
 fi
 python "$examples/quickstart_steps.py" hostfile --config "$config" --out "$workdir/hostfile"
@@ -110,19 +114,27 @@ fi
 trap - INT TERM
 python "$examples/quickstart_steps.py" report "$workdir/edge/checkpoint/metrics.json"
 
-ldt_say "4/5 merge: both halves into one Hugging Face model"
-python "$LDT_ROOT/checkpoint/ds_ldt_to_hf.py" --edge "$workdir/edge/checkpoint" --cloud "$workdir/cloud/checkpoint" \
-    --hf-config "$model" --out "$workdir/finetuned" --overwrite
-
-ldt_say "5/5 the fine-tuned model, loaded with AutoModelForCausalLM, goes on with a sentence:"
-python "$examples/quickstart_steps.py" generate --model "$workdir/finetuned"
+both=(--edge "$workdir/edge/checkpoint" --cloud "$workdir/cloud/checkpoint" --hf-config "$model")
+if [ "$(python "$examples/quickstart_steps.py" trained --config "$config")" = adapter ]; then
+    out="$workdir/adapter" what="the adapter, a directory for PeftModel.from_pretrained"
+    ldt_say "4/5 export: both halves into one adapter"
+    python "$LDT_ROOT/checkpoint/ds_ldt_to_hf.py" "${both[@]}" --adapter --out "$out" --overwrite
+    ldt_say "5/5 the model with the adapter, loaded with PeftModel, goes on with a sentence:"
+    python "$examples/quickstart_steps.py" generate --model "$model" --adapter "$out"
+else
+    out="$workdir/finetuned" what="the fine-tuned model, a Hugging Face directory"
+    ldt_say "4/5 merge: both halves into one Hugging Face model"
+    python "$LDT_ROOT/checkpoint/ds_ldt_to_hf.py" "${both[@]}" --out "$out" --overwrite
+    ldt_say "5/5 the fine-tuned model, loaded with AutoModelForCausalLM, goes on with a sentence:"
+    python "$examples/quickstart_steps.py" generate --model "$out"
+fi
 
 cat <<EOF
 
 What you have now (after $(($(date +%s) - begin)) s):
-  $workdir/finetuned           the fine-tuned model, a Hugging Face directory
-  $workdir/edge, .../cloud     what each site had: its layers and its half of the checkpoint
-  $VIRTUAL_ENV                 the environment: source it with  . "$VIRTUAL_ENV/bin/activate"
+  $out   $what
+  $workdir/edge, .../cloud   what each site had: its layers and its half of the checkpoint
+  $VIRTUAL_ENV   the environment: source it with  . "$VIRTUAL_ENV/bin/activate"
 What to do next:
   your own model and text:  bash examples/quickstart.sh --model DIR --text FILE --steps 100
   your own script:          copy examples/finetune.py

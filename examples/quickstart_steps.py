@@ -41,6 +41,13 @@ def make_hostfile(args: argparse.Namespace) -> None:
     args.out.write_text(f"edge slots={edge}\ncloud slots={job.world_size - edge}\n")
 
 
+def trained(args: argparse.Namespace) -> None:
+    """Print what a configuration trains: an adapter or the model."""
+    from ds_ldt import load_config
+
+    print("model" if load_config(args.config).ldt.lora is None else "adapter")
+
+
 def free_port(args: argparse.Namespace) -> None:
     """Print a TCP port that is free on the loopback interface."""
     with socket.socket() as probe:
@@ -61,11 +68,15 @@ def report(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Load the merged model the usual way and print how it goes on with a prompt."""
+    """Load what was trained the usual way and print how it goes on with a prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)
+    if args.adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, args.adapter)
     inputs = tokenizer(args.prompt, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=args.tokens, do_sample=False, repetition_penalty=1.2)
     print(tokenizer.decode(output[0], skip_special_tokens=True))
@@ -88,6 +99,10 @@ def main() -> None:
     step.add_argument("--out", type=Path, required=True)
     step.set_defaults(run=make_hostfile)
 
+    step = steps.add_parser("trained", help="print what a JSON trains")
+    step.add_argument("--config", type=Path, required=True)
+    step.set_defaults(run=trained)
+
     step = steps.add_parser("port", help="print a free port")
     step.set_defaults(run=free_port)
 
@@ -95,8 +110,9 @@ def main() -> None:
     step.add_argument("metrics", type=Path)
     step.set_defaults(run=report)
 
-    step = steps.add_parser("generate", help="let the merged model speak")
+    step = steps.add_parser("generate", help="let the trained model speak")
     step.add_argument("--model", type=Path, required=True)
+    step.add_argument("--adapter", type=Path, help="directory of an adapter for it")
     step.add_argument("--prompt", default="In Python, the with statement is used to")
     step.add_argument("--tokens", type=int, default=40)
     step.set_defaults(run=generate)

@@ -21,6 +21,7 @@ VL_LAYERS = {
     "vl_3_stage_3_chunks_2_domains": {"vision_encoder": 32, "text_decoder": 36},
 }
 WORLD_SIZES = {
+    "smollm2_lora": 3,
     "smollm2_quickstart": 3,
     "text_2_stage_1_domain": 2,
     "text_2_stage_2_domains": 3,
