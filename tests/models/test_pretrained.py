@@ -41,6 +41,9 @@ class OneProcessModule:
     def owned_layers(self) -> dict[int, nn.Module]:
         return self.built
 
+    def inject_adapters(self) -> None:
+        assert self.config.ldt.lora is None  # test_lora has the others, with real modules
+
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
