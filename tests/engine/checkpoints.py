@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
 
 import ds_ldt
-from tests.engine.cases import toy_engine, weights_of
+from tests.engine.cases import toy_engine, toy_module, weights_of
 from tests.toy import Points, domain_batches
 
 
@@ -149,3 +150,37 @@ def same_directory(settings: dict[str, Any], root: str) -> list[str]:
     state = torch.load(f"{root}/t/mp_rank_{engine.stage_id:02d}_model_states.pt", weights_only=True)
     assert state["global_steps"] == 2
     return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_file())
+
+
+def own_adapters(settings: dict[str, Any], root: str) -> dict[str, Any]:
+    """Train adapters that the user has injected; resume from trained parameters alone, whole and with one missing."""
+
+    def engine_of(seed: int) -> ds_ldt.LDTPipelineEngine:
+        module = toy_module(settings)
+        torch.manual_seed(seed)
+        for layer in module.owned_layers().values():
+            inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear"], init_lora_weights=False), layer)
+        return ds_ldt.initialize(model=module, config=settings)[0]
+
+    first, mine = engine_of(1), site_directory(root)
+    stream = data(settings, 0)
+    first.train_batch(stream)
+    first.save_checkpoint(mine, exclude_frozen_parameters=True)
+    loss = first.train_batch(stream).item()
+    second = engine_of(2)
+    second.load_checkpoint(mine)
+    told: dict[str, Any] = {"same": loss == second.train_batch(data(settings, 4)).item()}
+    path = next(Path(mine).rglob("layer_*2-model_states.pt" if first.site == "cloud" else "layer_*0-model_states.pt"))
+    state = torch.load(path, weights_only=True)
+    told["kept"] = sorted(state)
+    if first.site == "cloud":
+        torch.save({key: value for key, value in state.items() if "lora_A" not in key}, path)
+    dist.barrier()
+    try:
+        second.load_checkpoint(mine)
+    except ds_ldt.CheckpointError as error:
+        told["missing"] = str(error)
+    told["not strict"] = second.load_checkpoint(mine, load_module_strict=False)[0] is not None
+    first.destroy()
+    second.destroy()
+    return told

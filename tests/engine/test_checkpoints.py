@@ -87,3 +87,16 @@ def test_both_sites_may_save_into_one_directory_and_overwrite_a_tag(groups: Grou
         "t/mp_rank_00_model_states.pt",
         "t/mp_rank_01_model_states.pt",
     ]
+
+
+def test_S36_a_checkpoint_without_frozen_parameters_resumes_and_a_missing_trained_one_is_an_error(
+    groups: GroupPool, tmp_path: Path
+) -> None:
+    settings = config(layout(2, 2), ldt={"schedule": {"measure_steps": 0}})
+    edge, cloud = groups.run(2, TARGETS + "own_adapters", settings, str(tmp_path), deadline_s=60)
+    for told in (edge, cloud):
+        assert told["same"]
+        assert told["kept"] == [f"linear.lora_{matrix}.default.weight" for matrix in "AB"]
+        assert told["not strict"]
+    assert "missing: linear.lora_A.default.weight. Fix: give ldt.lora and ldt.freeze" in cloud["missing"]
+    assert "1 other rank(s) failed" in edge["missing"]
