@@ -60,6 +60,13 @@ def footprint_of(job: JobConfig, model: str, *, sequence_length: int) -> Footpri
             expected="a model of text only: how much a picture takes depends on its size",
             fix="leave --model out and name in --costs the file that a run wrote (ldt.measured_costs)",
         )
+    if job.ldt.lora is not None:
+        raise ConfigError.of(
+            "--model",
+            found=model,
+            expected="a configuration without ldt.lora: what adapters take is not estimated yet",
+            fix="leave --model out and name in --costs the file that a run wrote (ldt.measured_costs)",
+        )
     layout = layout_of(job.ldt.pipeline_num_layers, config, allow_exposed_edge=job.ldt.allow_exposed_edge)
     with FakeTensorMode():
         layers = _build(job, config)

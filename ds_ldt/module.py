@@ -242,8 +242,8 @@ class LDTPipelineModule(PipelineModule):
     def inject_adapters(self) -> None:
         """Put in the adapters of ``ldt.lora``, if any, and freeze all else: once, and after base weights are loaded.
 
-        :func:`ds_ldt.initialize` and ``from_pretrained`` call it. Start values depend on ``base_seed`` and the index
-        of a layer.
+        :func:`ds_ldt.initialize` and ``from_pretrained`` call it; call it before you make an optimizer of your own.
+        Start values depend on ``base_seed`` and the index of a layer.
         """
         if self.adapters is None or self._has_adapters:
             return

@@ -16,7 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ds_ldt.config import load_config
 from ds_ldt.conversion import export_adapter, merge_adapter
+from ds_ldt.dry_run import footprint_of
 from ds_ldt.errors import CheckpointError, ConfigError
 from ds_ldt.lora import AdapterPlan, lora_config, plan_adapters
 from ds_ldt.lora_settings import LoraSettings
@@ -230,6 +232,12 @@ def test_a_list_of_layers_is_named_by_index_and_has_no_default_targets() -> None
         plan_adapters(LoraSettings(), layers)
     plan = plan_adapters(LoraSettings(target_modules=["linear"], layers_to_transform=[1, 3]), layers)
     assert plan.targets == {"model.layers.1.linear", "model.layers.3.linear"}
+
+
+def test_memory_of_adapters_is_not_estimated_rather_than_wrongly(tmp_path: Path) -> None:
+    tiny_config("llama", num_hidden_layers=4).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="what adapters take is not estimated yet"):
+        footprint_of(load_config(CASES[0].settings()), str(tmp_path), sequence_length=8)
 
 
 def test_names_of_a_model_with_a_vision_encoder_are_those_of_transformers() -> None:

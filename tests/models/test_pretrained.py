@@ -90,7 +90,10 @@ def test_module_gets_what_the_family_says(on: Any, saved: Path) -> None:
     module = on("edge", saved / "hf", seed=7, activation_checkpoint_interval=2)
     assert len(module.layers) == 7
     assert module.options.pop("wire").tensors[0].name == "hidden_states"
+    names = module.options.pop("layer_names")
+    assert (names[0], names[4], names[6]) == ("model.embed_tokens", "model.layers.3", "lm_head")
     assert module.options == {
+        "model_type": "qwen2",
         "loss_fn": causal_lm_loss,
         "num_leading": 1,
         "num_between": 0,
