@@ -31,8 +31,11 @@ def initialize(
     config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig | None = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    *,
+    shuffle_seed: int | None = None,
+    num_workers: int = 0,
 ) -> tuple[LDTPipelineEngine, Any, Any, Any]:
-    """Create the engine of this rank; the counterpart of ``deepspeed.initialize``, with its signature.
+    """Create the engine of this rank; the counterpart of ``deepspeed.initialize``, with its signature and a bit more.
 
     Every rank of both sites calls it. Arguments that make no sense for a pipeline over two sites are refused.
 
@@ -51,6 +54,9 @@ def initialize(
         config: the configuration that the module was built with; default that one.
         mesh_param: not accepted.
         config_params: older name of ``config``.
+        shuffle_seed: None to read ``training_data`` in order; else each epoch has an order of its own, that of torch's
+            ``DistributedSampler`` with this seed, which is the same on all edge replicas.
+        num_workers: processes of each edge replica that read ``training_data`` ahead; 0 for none.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``; the data loader is None in the cloud.
@@ -76,6 +82,8 @@ def initialize(
         )
     _check_same_config(model, config or config_params or getattr(args, "deepspeed_config", None))
 
+    _check_whole_numbers(shuffle_seed=0 if shuffle_seed is None else shuffle_seed, num_workers=num_workers)
+
     grid = model.mpu()
     if grid.is_closed:
         raise ConfigError.of(
@@ -90,6 +98,8 @@ def initialize(
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
+        shuffle_seed=shuffle_seed,
+        num_workers=num_workers,
         lr_scheduler=lr_scheduler,
         mpu=grid,
         collate_fn=collate_fn,
@@ -102,6 +112,12 @@ def initialize(
         if warning is not None:
             logger.warning(warning)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_whole_numbers(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError.of(name, found=value, expected="a whole number >= 0", fix=f"write e.g. {name}=2")
 
 
 def _check_same_config(model: LDTPipelineModule, config: Any) -> None:
