@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ds_ldt
 from ds_ldt.data import TrainingData
-from tests.engine.cases import weights_of
+from tests.engine.cases import initialize, weights_of
 from tests.engine.checkpoints import site_directory
 from tests.engine.dropout import dropping_module
 from tests.toy import Points, domain_batches
@@ -51,8 +51,7 @@ class Counting:
 
 def engine_on(settings: dict[str, Any], data: Any) -> ds_ldt.LDTPipelineEngine:
     """An engine for layers with dropout and a data set."""
-    engine, _, _, _ = ds_ldt.initialize(model=dropping_module(settings), training_data=data, shuffle_seed=3)
-    return engine
+    return initialize(model=dropping_module(settings), training_data=data, shuffle_seed=3)
 
 
 def resume(settings: dict[str, Any], root: str, steps: int, size: int, own_iterator: bool) -> dict[str, Any]:

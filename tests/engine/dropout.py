@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening
 
 import ds_ldt
-from tests.engine.cases import weights_of
+from tests.engine.cases import initialize, weights_of
 from tests.models.tiny import batch_of, samples_of, tiny_config
 from tests.toy import DroppingBlock, Head, Points, Stem
 
@@ -44,8 +44,7 @@ def dropping_engine(settings: dict[str, Any]) -> ds_ldt.LDTPipelineEngine:
     """An engine for them."""
     module = dropping_module(settings)
     data = Points(96) if dist.get_rank() < module.job.num_replicas else None
-    engine, _, _, _ = ds_ldt.initialize(model=module, training_data=data, shuffle_seed=3)
-    return engine
+    return initialize(model=module, training_data=data, shuffle_seed=3)
 
 
 def train_dropping(runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
@@ -71,7 +70,7 @@ def train_attention_dropout(settings: dict[str, Any], options: dict[str, Any]) -
     """One step of a tiny Llama whose attention drops, on micro-batches of other sizes and lengths."""
     config = tiny_config("llama", attention_dropout=ATTENTION_DROPOUT)
     module = ds_ldt.models.from_pretrained(config, config=settings, seed=5, **options)
-    engine, *_ = ds_ldt.initialize(model=module, config=settings)
+    engine = initialize(model=module, config=settings)
     data = iter(dynamic_batches()) if dist.get_rank() == 0 else None
     loss = engine.train_batch(data).item()
     return {"losses": [loss], "norms": [engine.get_global_grad_norm()], "weights": weights_of(engine)}
