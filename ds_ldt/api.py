@@ -64,15 +64,12 @@ def initialize(
     Raises:
         ConfigError: an argument is not accepted, or ``config`` differs from the module's.
     """
-    refused = {
-        "distributed_port": distributed_port,
-        "mpu": mpu,
-        "dist_init_required": dist_init_required or None,
-        "mesh_param": mesh_param,
-    }
-    for name, value in refused.items():
-        if value is not None:
-            raise ConfigError.of(name, found=value, expected="nothing", fix=f"leave {name}= out of ds_ldt.initialize")
+    _refuse(
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required or None,
+        mesh_param=mesh_param,
+    )
     if not isinstance(model, LDTPipelineModule):
         raise ConfigError.of(
             "model",
@@ -81,7 +78,6 @@ def initialize(
             fix="build it with ds_ldt.LDTPipelineModule(layers=..., config=...) or ds_ldt.models.from_pretrained(...)",
         )
     _check_same_config(model, config or config_params or getattr(args, "deepspeed_config", None))
-
     _check_whole_numbers(shuffle_seed=0 if shuffle_seed is None else shuffle_seed, num_workers=num_workers)
 
     grid = model.mpu()
@@ -106,12 +102,24 @@ def initialize(
         config=model.job.deepspeed,
         config_class=DeepSpeedConfig(model.job.deepspeed, grid),
     )
-    if grid.global_rank == 0:
-        logger.info(f"ds_ldt on {get_accelerator().device_name()}: {engine.describe()}")
-        warning = memory_warning(model.job, known_from_config(model.job, model.layout), running=True)
-        if warning is not None:
-            logger.warning(warning)
+    _describe(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError.of(name, found=value, expected="nothing", fix=f"leave {name}= out of ds_ldt.initialize")
+
+
+def _describe(engine: LDTPipelineEngine) -> None:
+    """Log what job this is, once, and what may be too large for it."""
+    if engine.global_rank != 0:
+        return
+    logger.info(f"ds_ldt on {get_accelerator().device_name()}: {engine.describe()}")
+    warning = memory_warning(engine.job, known_from_config(engine.job, engine.module.layout), running=True)
+    if warning is not None:
+        logger.warning(warning)
 
 
 def _check_whole_numbers(**values: Any) -> None:
