@@ -31,8 +31,11 @@ def initialize(
     config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig | None = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    *,
+    shuffle_seed: int | None = None,
+    num_workers: int = 0,
 ) -> tuple[LDTPipelineEngine, Any, Any, Any]:
-    """Create the engine of this rank; the counterpart of ``deepspeed.initialize``, with its signature.
+    """Create the engine of this rank; the counterpart of ``deepspeed.initialize``, with its signature and a bit more.
 
     Every rank of both sites calls it. Arguments that make no sense for a pipeline over two sites are refused.
 
@@ -51,6 +54,9 @@ def initialize(
         config: the configuration that the module was built with; default that one.
         mesh_param: not accepted.
         config_params: older name of ``config``.
+        shuffle_seed: None to read ``training_data`` in order; else each epoch has an order of its own, that of torch's
+            ``DistributedSampler`` with this seed, which is the same on all edge replicas.
+        num_workers: processes of each edge replica that read ``training_data`` ahead; 0 for none.
 
     Returns:
         ``(engine, optimizer, training_dataloader, lr_scheduler)``; the data loader is None in the cloud.
@@ -58,15 +64,12 @@ def initialize(
     Raises:
         ConfigError: an argument is not accepted, or ``config`` differs from the module's.
     """
-    refused = {
-        "distributed_port": distributed_port,
-        "mpu": mpu,
-        "dist_init_required": dist_init_required or None,
-        "mesh_param": mesh_param,
-    }
-    for name, value in refused.items():
-        if value is not None:
-            raise ConfigError.of(name, found=value, expected="nothing", fix=f"leave {name}= out of ds_ldt.initialize")
+    _refuse(
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required or None,
+        mesh_param=mesh_param,
+    )
     if not isinstance(model, LDTPipelineModule):
         raise ConfigError.of(
             "model",
@@ -75,6 +78,7 @@ def initialize(
             fix="build it with ds_ldt.LDTPipelineModule(layers=..., config=...) or ds_ldt.models.from_pretrained(...)",
         )
     _check_same_config(model, config or config_params or getattr(args, "deepspeed_config", None))
+    _check_whole_numbers(shuffle_seed=0 if shuffle_seed is None else shuffle_seed, num_workers=num_workers)
 
     _check_open(model)
     model.inject_adapters()
@@ -85,17 +89,15 @@ def initialize(
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
+        shuffle_seed=shuffle_seed,
+        num_workers=num_workers,
         lr_scheduler=lr_scheduler,
         mpu=grid,
         collate_fn=collate_fn,
         config=model.job.deepspeed,
         config_class=DeepSpeedConfig(model.job.deepspeed, grid),
     )
-    if grid.global_rank == 0:
-        logger.info(f"ds_ldt on {get_accelerator().device_name()}: {engine.describe()}")
-        warning = memory_warning(model.job, known_from_config(model.job, model.layout), running=True)
-        if warning is not None:
-            logger.warning(warning)
+    _describe(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -107,6 +109,28 @@ def _check_open(model: LDTPipelineModule) -> None:
             expected="one whose process groups are open",
             fix="build a new LDTPipelineModule",
         )
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError.of(name, found=value, expected="nothing", fix=f"leave {name}= out of ds_ldt.initialize")
+
+
+def _describe(engine: LDTPipelineEngine) -> None:
+    """Log what job this is, once, and what may be too large for it."""
+    if engine.global_rank != 0:
+        return
+    logger.info(f"ds_ldt on {get_accelerator().device_name()}: {engine.describe()}")
+    warning = memory_warning(engine.job, known_from_config(engine.job, engine.module.layout), running=True)
+    if warning is not None:
+        logger.warning(warning)
+
+
+def _check_whole_numbers(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError.of(name, found=value, expected="a whole number >= 0", fix=f"write e.g. {name}=2")
 
 
 def _check_same_config(model: LDTPipelineModule, config: Any) -> None:

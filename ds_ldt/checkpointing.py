@@ -3,9 +3,9 @@
 A checkpoint directory of a site looks as DeepSpeed's does: ``<dir>/latest`` names the newest tag and ``<dir>/<tag>/``
 holds ``layer_XX-model_states.pt`` (weights, XX the global pipeline layer index), ``mp_rank_PP_model_states.pt``
 (optimizer, scheduler and counters of stage PP) and, in half precision and with ZeRO stage 1, one optimizer shard per
-replica instead of the optimizer. Files are written
-aside, moved into place once every rank of both sites has written all of its own, and the site's manifest
-``ldt_checkpoint_<site>.json`` comes last: a tag without it is not a checkpoint.
+replica instead of the optimizer; on the edge also ``data_replica_EE.pt``, where the training data of replica EE is.
+Files are written aside, moved into place once every rank of both sites has written all of its own, and the site's
+manifest ``ldt_checkpoint_<site>.json`` comes last: a tag without it is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from deepspeed.utils import logger
 from torch.nn import Module
 
+from ds_ldt import data_position
 from ds_ldt.errors import CheckpointError
 from ds_ldt.reduce import MAX_TEXT_BYTES, bounded, exchange_text, sum_over_sites
 
@@ -99,7 +100,7 @@ def load(
         strict: whether missing or unexpected keys of a layer are an error.
         optimizer_states: whether to restore the optimizer.
         lr_scheduler_states: whether to restore the LR scheduler.
-        module_only: restore weights only.
+        module_only: restore weights only, and leave the training data where it is.
 
     Returns:
         ``(path, client_state)``, or ``(None, None)`` with a warning when neither site holds any checkpoint.
@@ -132,6 +133,9 @@ def load(
                 counters=not module_only,
             ),
         )
+        if not module_only:
+            what = f"restore the position of the data of checkpoint {name!r}"
+            _together(engine, what, lambda: data_position.restore(engine, root / name))
     return str(root / name), {key: value for key, value in loaded.items() if key not in _RESERVED}
 
 
@@ -184,6 +188,9 @@ def _write_rank_files(
     if engine.using_sharded_optimizer:
         shard = {"optimizer": engine.optimizer.shard()}
         _write(shard, staging / _shard_name(engine, engine.grid.data_parallel_id))
+    position = data_position.position_of(engine)
+    if position is not None:
+        _write(position, staging / data_position.file_name(engine.grid.data_parallel_id))
     if engine.grid.data_parallel_id != 0:
         return
     engine.module.save_state_dict(

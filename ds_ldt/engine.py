@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe import schedule as ds
@@ -28,8 +27,9 @@ from torch import Tensor
 from ds_ldt import checkpointing
 from ds_ldt.announcement import StepKind
 from ds_ldt.calibration import Calibration
-from ds_ldt.data import build_dataloader
+from ds_ldt.data import build_training_data
 from ds_ldt.deferred import WeightLedger
+from ds_ldt.dropout import Place, rng_untouched
 from ds_ldt.errors import ConfigError, LinkError
 from ds_ldt.generation import Decoding, Generator, check_model, last_position
 from ds_ldt.intake import REMEMBERED_PLANS, Intake, Step
@@ -68,6 +68,9 @@ class LDTPipelineEngine(PipelineEngine):
 
     Args:
         training_data: data set of the edge; ignored, and never opened, in the cloud.
+        shuffle_seed: None to read it in order; else each epoch has an order of its own, that of torch's
+            ``DistributedSampler`` with this seed.
+        num_workers: processes of an edge replica that read it ahead; 0 for none.
         kwargs: as for ``deepspeed.PipelineEngine``; ``model`` is an :class:`~ds_ldt.module.LDTPipelineModule`.
     """
 
@@ -75,7 +78,9 @@ class LDTPipelineEngine(PipelineEngine):
     data_iterator: Any
     _is_checking_hosts_fp16 = False
 
-    def __init__(self, *, training_data: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, training_data: Any = None, shuffle_seed: int | None = None, num_workers: int = 0, **kwargs: Any
+    ) -> None:
         self._under_construction = True
         super().__init__(training_data=None, **kwargs)
         self._under_construction = False
@@ -97,7 +102,7 @@ class LDTPipelineEngine(PipelineEngine):
         self._held: dict[int, int] = {}
         self._connect()
         if training_data is not None and self.site == "edge":
-            self._build_data_iter(training_data)
+            self._build_data_iter(training_data, shuffle_seed=shuffle_seed, num_workers=num_workers)
 
     def _connect(self) -> None:
         """Create the channels of both flows, after agreeing which boundaries carry gradients."""
@@ -290,16 +295,17 @@ class LDTPipelineEngine(PipelineEngine):
         if not self._is_checking_hosts_fp16:
             super()._assert_valid_mixed_precision_config()
 
-    def _build_data_iter(self, dataset: Any) -> None:
-        loader = build_dataloader(
+    def _build_data_iter(self, dataset: Any, **options: Any) -> None:
+        data = build_training_data(
             dataset,
             domains=self.grid.domains,
             num_domains=self.job.num_domains,
             micro_batch_size=self.micro_batch_size,
             collate_fn=self.collate_fn,
             drop_last=self.dataloader_drop_last(),
+            **options,
         )
-        self.set_dataloader(RepeatingLoader(loader))
+        self.set_dataloader(data)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -525,7 +531,7 @@ class LDTPipelineEngine(PipelineEngine):
         self.module.eval()
         self.data_iterator = data_iter if self.site == "edge" else None
         try:
-            with torch.no_grad(), _rng_untouched(), _buffers_untouched(self.module):
+            with torch.no_grad(), rng_untouched(), _buffers_untouched(self.module):
                 yield
         finally:
             self.data_iterator = train_iterator
@@ -590,7 +596,7 @@ class LDTPipelineEngine(PipelineEngine):
             load_module_strict: missing or unexpected keys of a layer are an error.
             load_optimizer_states: restore the optimizer.
             load_lr_scheduler_states: restore the LR scheduler.
-            load_module_only: restore weights only.
+            load_module_only: restore weights only, and leave the training data where it is.
             custom_load_fn: not accepted.
 
         Returns:
@@ -681,7 +687,7 @@ class LDTPipelineEngine(PipelineEngine):
         )
         try:
             self.transport.begin_step(self.intake.receives(self._step), self.intake.opening(self._step))
-            with self._observed(self._step):
+            with self._observed(self._step), rng_untouched():
                 self._execute(pipe_schedule)
             self.transport.end_step()
         except BaseException:
@@ -768,6 +774,7 @@ class LDTPipelineEngine(PipelineEngine):
             virtual_stage=key.virtual_stage,
             local=self._local(key),
             inside=self._owed.deferring if self._is_split(key) else None,
+            place=self._place(key),
         )
         if key.virtual_stage == self.module.layout.num_boundaries:
             self._finish_forward(key, outputs)
@@ -778,6 +785,14 @@ class LDTPipelineEngine(PipelineEngine):
         """What stays on the edge of a micro-batch; nothing in the cloud."""
         batch = self._current.batches.get((key.micro_batch, key.domain))
         return () if batch is None else batch.local
+
+    def _place(self, key: Key) -> Place | None:
+        """What the random numbers of a micro-batch depend on; in evaluation nothing is seeded."""
+        if not self.module.training:
+            return None
+        return Place(
+            base_seed=self.module.base_seed, step=self.global_steps, domain=key.domain, micro_batch=key.micro_batch
+        )
 
     def _finish_forward(self, key: Key, outputs: Any) -> None:
         """Turn the tail's outputs into a loss and keep it under its own key: several are in flight."""
@@ -935,17 +950,6 @@ def _describe(signature: Any) -> str:
 
 def _everything(outputs: Any) -> Any:
     return outputs
-
-
-@contextmanager
-def _rng_untouched() -> Iterator[None]:
-    """Restore the RNG states of CPU and accelerator afterwards."""
-    accelerator = get_accelerator()
-    device_state = None if accelerator.device_name() == "cpu" else accelerator.get_rng_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    if device_state is not None:
-        accelerator.set_rng_state(device_state)
 
 
 @contextmanager

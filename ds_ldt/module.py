@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_ldt.agreement import agree
 from ds_ldt.checks import EDGE_STAGE
 from ds_ldt.config import JobConfig, load_config
+from ds_ldt.dropout import Place, seed_generators
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.grid import LDTPipelineGrid, LDTTopology
 from ds_ldt.launch import init_distributed, prepare_environment
@@ -66,7 +67,8 @@ class LDTPipelineModule(PipelineModule):
             parameters of a layer whose names start so.
         layer_names: for ``ldt.lora``, the name of each layer in the unsplit model; default ``model.layers.{index}``.
         model_type: for ``ldt.lora``, whose default target modules to take, by transformers' name.
-        base_seed: seed of the initial weights; layer i uses ``base_seed + i``.
+        base_seed: seed of the initial weights, layer i uses ``base_seed + i``; and of what layers draw in training
+            (see :mod:`ds_ldt.dropout`).
         activation_checkpoint_interval: checkpoint activations every so many layers; 0 turns it off. A value in the
             JSON's ``pipeline`` section wins, and over that ``ldt.activation_checkpoint_interval``, which has one for
             each chunk.
@@ -287,6 +289,7 @@ class LDTPipelineModule(PipelineModule):
         virtual_stage: int,
         local: tuple[Tensor, ...] = (),
         inside: Callable[[], AbstractContextManager[Any]] | None = None,
+        place: Place | None = None,
     ) -> Payload:
         """Run the layers of one virtual stage.
 
@@ -295,6 +298,8 @@ class LDTPipelineModule(PipelineModule):
             virtual_stage: index of a virtual stage that this rank holds.
             local: what its local layers take besides.
             inside: makes a context for a layer to run in, now and when a checkpoint runs it again; None for none.
+            place: the micro-batch, by which each layer's random numbers are seeded, now and when a checkpoint runs the
+                layer again; None leaves the generators as they are.
 
         Returns:
             What the last of its layers returns.
@@ -307,6 +312,8 @@ class LDTPipelineModule(PipelineModule):
         ]
         if inside is not None:
             funcs = [partial(_run_inside, inside, func) for func in funcs]
+        if place is not None:
+            funcs = [partial(_run_seeded, place.seed_of(layer), func) for layer, func in enumerate(funcs, first)]
         interval = self.checkpoint_intervals[chunk]
         if interval == 0 or not torch.is_grad_enabled():
             return _run(funcs, inputs)
@@ -380,6 +387,11 @@ def _with_local(func: Callable[..., Payload], local: tuple[Tensor, ...], inputs:
 def _run_inside(inside: Callable[[], AbstractContextManager[Any]], func: Callable[[Any], Any], inputs: Payload) -> Any:
     with inside():
         return func(inputs)
+
+
+def _run_seeded(seed: int, func: Callable[[Any], Any], inputs: Payload) -> Any:
+    seed_generators(seed)
+    return func(inputs)
 
 
 def _run(funcs: Sequence[Callable[[Any], Any]], inputs: Payload) -> Payload:

@@ -42,6 +42,14 @@ class Block(nn.Module):
         return inputs + torch.tanh(self.linear(self.norm(inputs)))
 
 
+class DroppingBlock(Block):
+    """A `Block` whose outputs are dropped at random in training, in two places."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = super().forward(nn.functional.dropout(inputs, 0.1, self.training))
+        return nn.functional.dropout(hidden, 0.2, self.training)
+
+
 class Head(nn.Module):
     """Activations (B, WIDTH) to predictions (B, 3)."""
 
@@ -89,6 +97,34 @@ def build_unsplit(classes: list[Callable[[], nn.Module]], base_seed: int = 1234)
         torch.manual_seed(base_seed + index)
         layers.append(make())
     return nn.Sequential(*layers)
+
+
+class SeededSequential(nn.Sequential):
+    """Layers that `train_unsplit` calls, each under a seed of its own wherever it may draw random numbers.
+
+    Args:
+        layers: the layers.
+        num_micro_batches: per domain and step.
+        num_domains: D.
+        seed_of: (step, domain, micro-batch, layer) -> seed.
+    """
+
+    def __init__(
+        self, layers: nn.Sequential, num_micro_batches: int, num_domains: int, seed_of: Callable[..., int]
+    ) -> None:
+        super().__init__(*layers)
+        self.sizes = num_micro_batches, num_domains
+        self.seed_of = seed_of
+        self.calls = 0
+
+    def forward(self, inputs: Any) -> Any:
+        rest, micro_batch = divmod(self.calls, self.sizes[0])
+        step, domain = divmod(rest, self.sizes[1])
+        self.calls += 1
+        for index, layer in enumerate(self):
+            torch.manual_seed(self.seed_of(step, domain, micro_batch, index))
+            inputs = layer(inputs)
+        return inputs
 
 
 def domain_batches(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5_VLProcessor
 from transformers.image_utils import load_image
 
@@ -62,9 +63,17 @@ class ConversationCollator:
             tokenizer's `padding_side` decides where rows are padded.
         image_folder: Where image paths of samples start; they may not lead out of it. None: samples bring images
             themselves (PIL images or arrays (height, width, 3) uint8), and paths are refused.
+        max_length: Most tokens of a row, those of its images included; what a conversation says beyond is cut off.
+            None for no limit. A conversation with an image beyond the limit is refused: images are not cut.
     """
 
-    def __init__(self, processor: Qwen2_5_VLProcessor, *, image_folder: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        processor: Qwen2_5_VLProcessor,
+        *,
+        image_folder: str | Path | None = None,
+        max_length: int | None = None,
+    ) -> None:
         if getattr(processor, "chat_template", None) is None:
             raise _problem(
                 "processor.chat_template", Absent(), "a chat template", "load the processor of a chat model"
@@ -73,7 +82,10 @@ class ConversationCollator:
             raise _problem(
                 "processor.tokenizer", Absent("a slow one"), "a fast tokenizer", "load it with use_fast=True"
             )
+        if max_length is not None and max_length < 1:
+            raise _problem("collator.max_length", max_length, "a whole number >= 1, or None", "raise it")
         self._processor = processor
+        self._max_length = max_length
         self._folder = None if image_folder is None else Path(image_folder).resolve()
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -84,7 +96,7 @@ class ConversationCollator:
             sample also `pixel_values` (N, X) float32 and `image_grid_thw` (images, 3) int64.
 
         Raises:
-            ConfigError: A sample is malformed, or its images do not fit its text.
+            ConfigError: A sample is malformed, its images do not fit its text, or an image lies beyond `max_length`.
         """
         rendered = [self._render(sample) for sample in samples]
         images = [image for one in rendered for image in one.images]
@@ -104,7 +116,28 @@ class ConversationCollator:
                     (offsets[row, :, 0] < end) & (offsets[row, :, 1] > start) & encoded["attention_mask"][row].bool()
                 )
                 labels[row, said] = encoded["input_ids"][row, said]
-        return {**encoded, "labels": labels}
+        batch: dict[str, Tensor] = {**encoded, "labels": labels}
+        return batch if self._max_length is None else self._truncated(batch, self._max_length)
+
+    def _truncated(self, batch: dict[str, Tensor], max_length: int) -> dict[str, Tensor]:
+        """Cut rows down to their first tokens and pad them anew."""
+        tokenizer = self._processor.tokenizer
+        is_real, is_image = batch["attention_mask"].bool(), batch["mm_token_type_ids"] != 0
+        for row, (real, image) in enumerate(zip(is_real, is_image, strict=True)):
+            needed = int(image[real].nonzero().max()) + 1 if bool(image.any()) else 0
+            if needed > max_length:
+                found = Absent(f"an image that ends at token {needed} of sample {row} of the batch")
+                expected = f"every image within the first max_length = {max_length} tokens"
+                raise _problem("image", found, expected, "raise max_length, or give fewer or smaller images")
+        padding = {"input_ids": tokenizer.pad_token_id, "labels": IGNORE_INDEX}
+        for name in ("input_ids", "attention_mask", "mm_token_type_ids", "labels"):
+            batch[name] = pad_sequence(
+                [values[real][:max_length] for values, real in zip(batch[name], is_real, strict=True)],
+                batch_first=True,
+                padding_value=padding.get(name, 0),
+                padding_side=tokenizer.padding_side,
+            )
+        return batch
 
     def _render(self, sample: Mapping[str, Any]) -> _Rendered:
         messages = _messages(sample)

@@ -81,6 +81,7 @@ def test_both_sites_may_save_into_one_directory_and_overwrite_a_tag(groups: Grou
     files, _ = groups.run(2, TARGETS + "same_directory", config(layout(2, 2)), str(tmp_path), deadline_s=60)
     assert files == [
         "latest",
+        "t/data_replica_00.pt",
         *[f"t/layer_{index:02d}-model_states.pt" for index in range(5)],
         "t/ldt_checkpoint_cloud.json",
         "t/ldt_checkpoint_edge.json",

@@ -97,6 +97,33 @@ def test_paths_are_read_within_the_folder(processor: ImageTextProcessor, tmp_pat
         ConversationCollator(processor)([sample("a.png", "<image>What?", "That.")])
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_long_conversations_are_cut_and_images_are_not(side: str) -> None:
+    processor = tiny_processor()
+    processor.tokenizer.padding_side = side
+    whole = ConversationCollator(processor)([ONE, NONE, TWO])
+    real = whole["attention_mask"].bool()
+    longest = int(real.sum(1).max())
+    images_end = max(
+        int(row[real[n]].nonzero().max()) + 1 for n, row in enumerate(whole["mm_token_type_ids"]) if n - 1
+    )
+    for max_length in (images_end, longest - 1, longest, longest + 9):
+        cut = ConversationCollator(processor, max_length=max_length)([ONE, NONE, TWO])
+        assert cut["input_ids"].shape == (3, min(max_length, longest))
+        is_kept = cut["attention_mask"].bool()
+        for name in ("input_ids", "mm_token_type_ids", "labels"):
+            assert cut[name].dtype == whole[name].dtype
+            for row in range(3):
+                assert torch.equal(cut[name][row][is_kept[row]], whole[name][row][real[row]][:max_length])
+        assert bool((cut["labels"][~is_kept] == -100).all())
+        assert bool(is_kept[:, 0 if side == "right" else -1].all())
+        assert torch.equal(cut["pixel_values"], whole["pixel_values"])
+    with pytest.raises(ConfigError, match=rf"ends at token {images_end} of sample 2 .* = {images_end - 1} tokens"):
+        ConversationCollator(processor, max_length=images_end - 1)([ONE, NONE, TWO])
+    with pytest.raises(ConfigError, match=r"collator\.max_length: found 0"):
+        ConversationCollator(processor, max_length=0)
+
+
 CAT = picture(16, 24)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no conversation": ({"image": CAT}, "sample.conversations"),

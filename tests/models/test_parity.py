@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DataCollatorWithFlattening, PreTrainedModel
 
-from ds_ldt.models import prepare_batch
-from tests.models.tiny import FAMILY_NAMES, Sequence, batch_of, tiny_config, tiny_model
+from ds_ldt.models import count_targets, prepare_batch
+from tests.models.tiny import FAMILY_NAMES, Sequence, batch_of, samples_of, tiny_config, tiny_model
 
 TOLERANCE = 1e-5
 
@@ -49,6 +49,30 @@ def test_S31_loss_and_gradients_equal_transformers(
     models: dict[tuple[str, bool], tuple[PreTrainedModel, Sequence]], family: str, tied: bool, kind: str
 ) -> None:
     assert_parity(*models[family, tied], batch_of(kind))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_packed_samples_equal_the_samples_on_their_own(family: str, attention: str) -> None:
+    """transformers' own collator puts samples of 5, 1, 2 and 9 tokens into one row."""
+    model = tiny_model(tiny_config(family), attention=attention)
+    layers = Sequence(model.config).load(model)
+    samples = samples_of(5, 1, 2, 9)
+    packed = DataCollatorWithFlattening()(samples)
+    assert packed["input_ids"].shape == (1, 17)
+    counts = [len(sample["labels"]) - 1 for sample in samples]
+    assert count_targets(packed["labels"]) == sum(counts)
+    single = [{name: torch.tensor([values]) for name, values in sample.items()} for sample in samples]
+    wanted = sum(layers.loss(one) * count for one, count in zip(single, counts, strict=True)) / sum(counts)
+    found = layers.loss(packed)
+    assert found.item() == pytest.approx(wanted.item(), abs=TOLERANCE)
+    parameters = [parameter for module in layers.modules.values() for parameter in module.parameters()]
+    for one, other in zip(
+        torch.autograd.grad(found, parameters), torch.autograd.grad(wanted, parameters), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+    mixed = layers.loss({name: packed[name] for name in ("input_ids", "labels")})
+    assert mixed.item() != pytest.approx(wanted.item(), abs=1e-3), "without positions samples see each other"
 
 
 SLIDING: dict[str, dict[str, Any]] = {

@@ -82,6 +82,13 @@ def batch_of(kind: str, *, seed: int = 1) -> dict[str, Tensor]:
     return batch
 
 
+def samples_of(*lengths: int, seed: int = 1) -> list[dict[str, list[int]]]:
+    """Samples of these lengths, as a data set of token ids has them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
 class Sequence:
     """All pipeline layers of a model in one process: what the pipeline computes, without a pipeline."""
 
