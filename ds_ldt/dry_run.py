@@ -16,7 +16,6 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -27,8 +26,9 @@ from ds_ldt.memory import HeldBytes, LiveBytes
 from ds_ldt.models.causal_lm import causal_lm_loss, default_position_ids
 from ds_ldt.models.pretrained import dtype_of
 from ds_ldt.models.registry import CONFIG_FILE, checked_config, family_of, layout_of, read_hf_config
-from ds_ldt.module import frozen_parameters
+from ds_ldt.module import freeze_parameters, frozen_parameters
 from ds_ldt.plan.memory import Footprint, PassBytes, StageWeights
+from ds_ldt.segments import intervals_by_chunk, run_segments
 
 _ID_BYTES = 8 + 8 + 4
 """Of a token: its id and its label as int64, its position as int32."""
@@ -89,10 +89,8 @@ def _build(job: JobConfig, config: PreTrainedConfig) -> list[_Layer]:
                 layers.append(_Layer(func=_function(spec, module), module=module))
     finally:
         torch.set_default_dtype(before)
-    for index, prefix in frozen_parameters(job.ldt.freeze, family.parts(config)):
-        for name, parameter in layers[index].module.named_parameters():
-            if name.startswith(prefix):
-                parameter.requires_grad_(False)
+    modules = {index: layer.module for index, layer in enumerate(layers)}
+    freeze_parameters(modules, frozen_parameters(job.ldt.freeze, family.parts(config)))
     return layers
 
 
@@ -108,10 +106,8 @@ class _Run:
         self._layout = layout
         self._layers = layers
         self._size = (job.micro_batch_size, sequence_length)
-        pipeline = job.deepspeed.get("pipeline", {})
-        alike = (pipeline.get("activation_checkpoint_interval", 0),) * layout.num_chunks
-        self._intervals = job.ldt.activation_checkpoint_interval or alike
-        self._reentrant = bool(pipeline.get("use_reentrant", False))
+        self._intervals = intervals_by_chunk(job, layout.num_chunks)
+        self._reentrant = bool(job.deepspeed.get("pipeline", {}).get("use_reentrant", False))
 
     def footprint(self) -> Footprint:
         """Return what was found."""
@@ -168,22 +164,16 @@ class _Run:
         return found, sent
 
     def _forward(self, stage: VirtualStage, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        layers = self._layers[stage.start : stage.stop]
-        interval = self._intervals[stage.chunk] if torch.is_grad_enabled() else 0
-        payload: Any = inputs if len(inputs) > 1 else inputs[0]
-        for start in range(0, len(layers), interval or len(layers)):
-            funcs = [layer.func for layer in layers[start : start + (interval or len(layers))]]
-            payload = self._checkpointed(funcs, payload) if interval else _run(funcs, payload)
-        return payload if isinstance(payload, tuple) else (payload,)
-
-    def _checkpointed(self, funcs: Sequence[Callable[[Any], Any]], payload: Any) -> Any:
-        tensors = payload if isinstance(payload, tuple) else (payload,)
-        return checkpoint(
-            lambda *args: _run(funcs, args if isinstance(payload, tuple) else args[0]),
-            *tensors,
-            use_reentrant=self._reentrant and any(tensor.requires_grad for tensor in tensors),
+        funcs = [layer.func for layer in self._layers[stage.start : stage.stop]]
+        payload = run_segments(
+            funcs,
+            inputs if len(inputs) > 1 else inputs[0],
+            interval=self._intervals[stage.chunk],
+            reentrant=self._reentrant,
+            is_checkpointable=lambda segment: any(isinstance(func, nn.Module) for func in funcs[segment]),
             preserve_rng_state=False,  # there are no numbers to be drawn
         )
+        return payload if isinstance(payload, tuple) else (payload,)
 
     def _parameters(self, stages: Sequence[VirtualStage]) -> list[nn.Parameter]:
         modules = [layer.module for stage in stages for layer in self._layers[stage.start : stage.stop]]
@@ -197,12 +187,6 @@ class _Run:
             frozen=sum(parameter.numel() for parameter in parameters) - sum(trained),
             largest=max(trained, default=0),
         )
-
-
-def _run(funcs: Sequence[Callable[[Any], Any]], payload: Any) -> Any:
-    for func in funcs:
-        payload = func(payload)
-    return payload
 
 
 def _received(tensor: Tensor, *, gradient: bool) -> Tensor:

@@ -18,19 +18,17 @@ from torch.utils.checkpoint import checkpoint
 from ds_ldt.agreement import agree
 from ds_ldt.checks import EDGE_STAGE
 from ds_ldt.config import JobConfig, load_config
-from ds_ldt.dropout import Place, seed_generators
+from ds_ldt.dropout import Place
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.grid import LDTPipelineGrid, LDTTopology
 from ds_ldt.launch import init_distributed, prepare_environment
 from ds_ldt.layout import Layout
 from ds_ldt.lora import plan_adapters
 from ds_ldt.recipe import recipe_problems
+from ds_ldt.segments import Payload, inside_of, intervals_by_chunk, run_segments, seeded, with_local
 from ds_ldt.shapes import Shapes
 from ds_ldt.topology import RankMap
 from ds_ldt.wire import DEFAULT_SCHEMA, WireSchema, WireTensor
-
-Payload = Tensor | tuple[Tensor, ...]
-"""What flows between layers, as in DeepSpeed: a tensor or a tuple of tensors."""
 
 
 class LDTPipelineModule(PipelineModule):
@@ -138,7 +136,7 @@ class LDTPipelineModule(PipelineModule):
 
         self._configure_activation_checkpointing(activation_checkpoint_interval, checkpointable_layers)
         self._build_virtual_stages(base_seed)
-        self._freeze(frozen)
+        freeze_parameters(self._modules_by_layer(), frozen)
         self.to(get_accelerator().device_name(self.local_rank))
 
     def _lay_out(self, depths: Mapping[str, int] | None, **joining: int) -> Layout:
@@ -206,8 +204,7 @@ class LDTPipelineModule(PipelineModule):
     def _configure_activation_checkpointing(self, interval: int, checkpointable_layers: list[str] | None) -> None:
         pipeline = self.job.deepspeed.get("pipeline", {})
         self.activation_checkpoint_interval = pipeline.get("activation_checkpoint_interval", interval)
-        by_chunk = self.job.ldt.activation_checkpoint_interval
-        self.checkpoint_intervals = by_chunk or (self.activation_checkpoint_interval,) * self.layout.num_chunks
+        self.checkpoint_intervals = intervals_by_chunk(self.job, self.layout.num_chunks, default=interval)
         self.use_reentrant = bool(pipeline.get("use_reentrant", False))
         self.activation_checkpoint_func = checkpoint
         self.checkpointable_layers = checkpointable_layers
@@ -232,14 +229,6 @@ class LDTPipelineModule(PipelineModule):
                 self.layer_indices += range(virtual_stage.start, virtual_stage.stop)
                 forward_funcs += self.forward_funcs
         self.forward_funcs = forward_funcs
-
-    def _freeze(self, frozen: Iterable[tuple[int, str]]) -> None:
-        """Leave out of training what this rank holds of the parameters named by layer index and prefix."""
-        held = self._modules_by_layer()
-        for index, prefix in frozen:
-            for name, parameter in held[index].named_parameters() if index in held else ():
-                if name.startswith(prefix):
-                    parameter.requires_grad_(False)
 
     def inject_adapters(self) -> None:
         """Put in the adapters of ``ldt.lora``, if any, and freeze all else: once, and after base weights are loaded.
@@ -307,38 +296,21 @@ class LDTPipelineModule(PipelineModule):
         layers = self.virtual_stage_funcs[virtual_stage]
         first, chunk = self.layout.virtual_stages[virtual_stage].start, self.layout.virtual_stages[virtual_stage].chunk
         funcs = [
-            partial(_with_local, func, local) if index in self.local_layers else func
+            partial(with_local, func, local) if index in self.local_layers else func
             for index, func in enumerate(layers, start=first)
         ]
         if inside is not None:
-            funcs = [partial(_run_inside, inside, func) for func in funcs]
+            funcs = [partial(inside_of, inside, func) for func in funcs]
         if place is not None:
-            funcs = [partial(_run_seeded, place.seed_of(layer), func) for layer, func in enumerate(funcs, first)]
-        interval = self.checkpoint_intervals[chunk]
-        if interval == 0 or not torch.is_grad_enabled():
-            return _run(funcs, inputs)
-        for start in range(0, len(funcs), interval):
-            segment = slice(start, start + interval)
-            if self._is_checkpointable(layers[segment]):
-                inputs = self._run_checkpointed(funcs[segment], inputs)
-            else:
-                inputs = _run(funcs[segment], inputs)
-        return inputs
-
-    def _run_checkpointed(self, funcs: Sequence[Callable[[Any], Any]], inputs: Payload) -> Payload:
-        """Run layers without keeping what is inside them; the backward pass computes it again.
-
-        Reentrant checkpointing drops the gradients of a segment none of whose inputs needs one (token ids), so such a
-        segment always uses the other kind.
-        """
-        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-        reentrant = self.use_reentrant and any(t.requires_grad for t in tensors)
-
-        def run(*args: Tensor) -> Payload:
-            return _run(funcs, args if isinstance(inputs, tuple) else args[0])
-
-        result: Payload = checkpoint(run, *tensors, use_reentrant=reentrant)
-        return result
+            funcs = [partial(seeded, place.seed_of(layer), func) for layer, func in enumerate(funcs, first)]
+        outputs: Payload = run_segments(
+            funcs,
+            inputs,
+            interval=self.checkpoint_intervals[chunk],
+            reentrant=self.use_reentrant,
+            is_checkpointable=lambda segment: bool(self._is_checkpointable(layers[segment])),
+        )
+        return outputs
 
     def _precompute_checkpointable_values(self) -> None:
         """Nothing to cache: the engine asks for it, but segments are decided per virtual stage in :meth:`forward`."""
@@ -380,24 +352,17 @@ def frozen_parameters(
     return [entry if isinstance(entry, tuple) else (entry, "") for entry in named]
 
 
-def _with_local(func: Callable[..., Payload], local: tuple[Tensor, ...], inputs: Payload) -> Payload:
-    return func(inputs, local)
+def freeze_parameters(modules: Mapping[int, nn.Module], frozen: Iterable[tuple[int, str]]) -> None:
+    """Leave parameters out of training.
 
-
-def _run_inside(inside: Callable[[], AbstractContextManager[Any]], func: Callable[[Any], Any], inputs: Payload) -> Any:
-    with inside():
-        return func(inputs)
-
-
-def _run_seeded(seed: int, func: Callable[[Any], Any], inputs: Payload) -> Any:
-    seed_generators(seed)
-    return func(inputs)
-
-
-def _run(funcs: Sequence[Callable[[Any], Any]], inputs: Payload) -> Payload:
-    for func in funcs:
-        inputs = func(inputs)
-    return inputs
+    Args:
+        modules: layers by their global index.
+        frozen: pairs of a layer index and a prefix of parameter names; layers that are not held are passed over.
+    """
+    for index, prefix in frozen:
+        for name, parameter in modules[index].named_parameters() if index in modules else ():
+            if name.startswith(prefix):
+                parameter.requires_grad_(False)
 
 
 def _wire_schema(wire: WireSchema | Sequence[WireTensor] | None) -> WireSchema:
