@@ -325,11 +325,12 @@ def _read_rank_files(engine: LDTPipelineEngine, directory: Path, strict: bool, *
         _load_layer(layer, path, strict=strict, frozen_excluded=frozen_excluded)
     state = _read(directory / f"mp_rank_{engine.stage_id:02d}_model_states.pt")
     if optimizer and engine.optimizer is not None:
-        state["optimizer"] = _optimizer_state(engine, directory, state["optimizer"])
+        num_shards = int(manifest["data_parallel_size"])
+        state["optimizer"] = _optimizer_state(engine, directory, state["optimizer"], num_shards=num_shards)
     return state
 
 
-def _optimizer_state(engine: LDTPipelineEngine, directory: Path, whole: Any) -> Any:
+def _optimizer_state(engine: LDTPipelineEngine, directory: Path, whole: Any, *, num_shards: int) -> Any:
     """The optimizer state for this rank, cut anew where the stage had another number of replicas when it was saved."""
     is_sharded = any(directory.glob(f"*zero_pp_rank_*_mp_rank_{engine.stage_id:02d}_optim_states.pt"))
     if is_sharded != engine.using_sharded_optimizer and (is_sharded or whole is not None):
@@ -340,11 +341,10 @@ def _optimizer_state(engine: LDTPipelineEngine, directory: Path, whole: Any) -> 
         )
     if not engine.using_sharded_optimizer:
         return whole
-    saved = int(json.loads((directory / manifest_name(engine.site)).read_text())["data_parallel_size"])
     mine = engine.grid.data_parallel_id
-    if saved == engine.grid.num_physical_replicas:
+    if num_shards == engine.grid.num_physical_replicas:
         return _read(directory / _shard_name(engine, mine))["optimizer"]
-    shards = [_read(directory / _shard_name(engine, replica))["optimizer"] for replica in range(saved)]
+    shards = [_read(directory / _shard_name(engine, replica))["optimizer"] for replica in range(num_shards)]
     return engine.optimizer.recut(shards)
 
 

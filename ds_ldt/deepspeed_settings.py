@@ -290,6 +290,17 @@ def deepspeed_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     yield from _recipe_problems(settings)
 
 
+def precision(settings: Mapping[str, Any]) -> str:
+    """Return in what a model computes: "bf16", "fp16" or "fp32"."""
+    return next((name for name in ("bf16", "fp16") if _look_up(settings, f"{name}.enabled") == (True, True)), "fp32")
+
+
+def shards_optimizer(settings: Mapping[str, Any]) -> bool:
+    """Return whether weights and optimizer states are trained as slices of flat fp32 buffers, one for each replica."""
+    _, stage = _look_up(settings, "zero_optimization.stage")
+    return precision(settings) != "fp32" or bool(stage)
+
+
 def batch_numbers(settings: Mapping[str, Any]) -> GivenBatch:
     """Return the batch numbers that are given; the settings have passed `deepspeed_problems`."""
     return GivenBatch(

@@ -446,8 +446,10 @@ class LDTPipelineEngine(PipelineEngine):
             self._exec_schedule(schedule)
             if is_loss:
                 self._average_named("eval_batch")
-            output = self._mean_of_results() if reduce_output == "avg" and is_loss else self._in_order("losses")
-            logits = self._in_order("outputs")
+            output = (
+                self._mean_of_results() if reduce_output == "avg" and is_loss else self._in_order(self._results.losses)
+            )
+            logits = self._in_order(self._results.outputs)
         if is_loss and isinstance(output, Tensor):
             self._write_to_monitor("eval_", {"loss": output})
         return (output, logits) if return_logits else output
@@ -520,7 +522,7 @@ class LDTPipelineEngine(PipelineEngine):
             while True:
                 self._exec_schedule(schedule, StepKind.GENERATE)
                 if generator is not None:
-                    generator.logits = self._in_order("losses") or ()
+                    generator.logits = self._in_order(self._results.losses) or ()
         return None if generator is None else generator.ids
 
     @contextmanager
@@ -618,9 +620,8 @@ class LDTPipelineEngine(PipelineEngine):
             module_only=load_module_only,
         )
 
-    def _in_order(self, what: str) -> list[Any] | None:
-        """The ``losses`` or ``outputs`` of this replica in the order they were drawn; None in the cloud."""
-        values = getattr(self._results, what)
+    def _in_order(self, values: dict[tuple[int, int], Any]) -> list[Any] | None:
+        """Results of this replica in the order they were drawn; None in the cloud."""
         return [values[place] for place in sorted(values)] if self.site == "edge" else None
 
     def get_additional_losses(self) -> dict[str, Tensor] | None:

@@ -16,6 +16,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_ldt.config import JobConfig
+from ds_ldt.deepspeed_settings import shards_optimizer
 from ds_ldt.errors import Absent, ConfigProblem
 from ds_ldt.optimizer import ELEMENTWISE
 from ds_ldt.spelling import unknown_key
@@ -94,8 +95,7 @@ def _is_flat(settings: Mapping[str, Any]) -> bool:
     """Whether the optimizer is given slices of flattened parameters that somebody has to vouch for."""
     if settings.get("zero_allow_untested_optimizer") is True:
         return False
-    halves = any((settings.get(section) or {}).get("enabled") is True for section in ("bf16", "fp16"))
-    return halves or (settings.get("zero_optimization") or {}).get("stage", 0) > 0
+    return shards_optimizer(settings)
 
 
 def _subclasses(module: Any, base: type) -> list[str]:

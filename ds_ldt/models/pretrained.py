@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from ds_ldt.config import ConfigSource, JobConfig, load_config
+from ds_ldt.deepspeed_settings import precision
 from ds_ldt.errors import CheckpointError
 from ds_ldt.launch import prepare_environment
 from ds_ldt.layout import Layout
@@ -27,6 +28,8 @@ from ds_ldt.topology import RankMap
 
 if TYPE_CHECKING:
     from ds_ldt.module import LDTPipelineModule
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedConfig
 
@@ -207,10 +210,7 @@ def check_holds(files: LayerFiles, layers: tuple[int, ...]) -> None:
 
 def dtype_of(job: JobConfig) -> torch.dtype:
     """Return the dtype in which DeepSpeed will compute."""
-    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if job.deepspeed.get(section, {}).get("enabled") is True:
-            return dtype
-    return torch.float32
+    return _DTYPES[precision(job.deepspeed)]
 
 
 def _site_directory(directory: Path, site: Site) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ds_ldt.deepspeed_settings import precision, shards_optimizer
 from ds_ldt.plan.instructions import Flow, Op
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
@@ -28,13 +29,15 @@ class Recipe:
     Attributes:
         weight_bytes: Bytes of a weight as layers compute with it.
         moments: fp32 numbers per trained parameter that the optimizer keeps.
-        has_master: Whether there are fp32 copies of weights and an fp32 accumulator of gradients besides; the copies
-            and the moments are then one flat buffer, shared out over the replicas of a stage.
+        has_master: Whether there are fp32 copies of weights and an fp32 accumulator of gradients besides, as in half
+            precision. In fp32 weights and gradients are their own.
+        is_sharded: Whether copies and moments are flat buffers that are shared out over the replicas of a stage.
     """
 
     weight_bytes: int
     moments: int
     has_master: bool
+    is_sharded: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +128,13 @@ def recipe_of(job: JobConfig) -> Recipe:
     moments = next((count for known, count in _MOMENTS.items() if known in name), _ADAM_MOMENTS)
     if name == "sgd" and optimizer.get("params", {}).get("momentum"):
         moments = 1
-    half = any(settings.get(key, {}).get("enabled") is True for key in ("bf16", "fp16"))
-    sharded = half or settings.get("zero_optimization", {}).get("stage", 0) > 0
-    return Recipe(weight_bytes=_HALF if half else _FP32, moments=moments, has_master=sharded)
+    half = precision(settings) != "fp32"
+    return Recipe(
+        weight_bytes=_HALF if half else _FP32,
+        moments=moments,
+        has_master=half,
+        is_sharded=shards_optimizer(settings),
+    )
 
 
 def estimate(plan: Plan, footprint: Footprint, recipe: Recipe, *, receive_window: int) -> tuple[RankMemory, ...]:
@@ -155,12 +162,12 @@ def _rank_memory(plan: Plan, rank: int, footprint: Footprint, recipe: Recipe, re
         if channel.flow is Flow.GRADIENT:  # one that is being taken or given
             messages += sizes[channel.boundary] * (rank in (channel.source, channel.destination))
     state = _FP32 * weights.trained * (recipe.moments + recipe.has_master)
-    flat = weights.trained / replicas if recipe.has_master else weights.largest
+    flat = weights.trained / replicas if recipe.is_sharded else weights.largest
     return RankMemory(
         rank=rank,
         weights=recipe.weight_bytes * (weights.trained + weights.frozen),
         gradients=(recipe.weight_bytes + _FP32 * recipe.has_master) * weights.trained,
-        optimizer=state / (replicas if recipe.has_master else 1),
+        optimizer=state / (replicas if recipe.is_sharded else 1),
         activations=_peak(plan, rank, footprint.passes),
         messages=messages,
         closing=max(_STEP_TENSORS * _FP32 * flat, _FP32 * weights.trained * (replicas > 1)),

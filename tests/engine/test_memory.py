@@ -18,6 +18,7 @@ from tests.models.tiny import tiny_config
 
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
+    "fp32, ZeRO 1": {"zero_optimization": {"stage": 1}},
     "bf16, checkpoints": {"bf16": {"enabled": True}, "pipeline": {"activation_checkpoint_interval": 1}},
 }
 

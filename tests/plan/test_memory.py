@@ -28,7 +28,9 @@ FOOTPRINT = Footprint(
 
 
 def test_fp32_with_adam_takes_16_bytes_for_a_trained_parameter_and_4_for_a_frozen_one() -> None:
-    edge, cloud, _ = estimate(PLAN, FOOTPRINT, Recipe(weight_bytes=4, moments=2, has_master=False), receive_window=3)
+    edge, cloud, _ = estimate(
+        PLAN, FOOTPRINT, Recipe(weight_bytes=4, moments=2, has_master=False, is_sharded=False), receive_window=3
+    )
     assert (edge.weights, edge.gradients, edge.optimizer) == (440, 400, 800)
     assert (cloud.weights, cloud.gradients, cloud.optimizer) == (200, 200, 400)
     assert edge.closing == 2 * 4 * 40, "one replica reduces nothing; the step needs two of its largest tensor"
@@ -36,14 +38,23 @@ def test_fp32_with_adam_takes_16_bytes_for_a_trained_parameter_and_4_for_a_froze
 
 
 def test_half_precision_shares_masters_and_moments_out_over_the_replicas_of_a_stage() -> None:
-    edge, cloud, _ = estimate(PLAN, FOOTPRINT, Recipe(weight_bytes=2, moments=2, has_master=True), receive_window=3)
+    edge, cloud, _ = estimate(
+        PLAN, FOOTPRINT, Recipe(weight_bytes=2, moments=2, has_master=True, is_sharded=True), receive_window=3
+    )
     assert (edge.weights, edge.gradients, edge.optimizer) == (220, 600, 1200)
     assert (cloud.weights, cloud.gradients, cloud.optimizer) == (100, 300, 600 / 2)
 
 
+def test_zero_1_in_fp32_shares_moments_out_and_keeps_no_copy_of_weights_or_gradients() -> None:
+    recipe = Recipe(weight_bytes=4, moments=2, has_master=False, is_sharded=True)
+    edge, cloud, _ = estimate(PLAN, FOOTPRINT, recipe, receive_window=3)
+    assert (edge.weights, edge.gradients, edge.optimizer) == (440, 400, 800)
+    assert (cloud.weights, cloud.gradients, cloud.optimizer) == (200, 200, 400 / 2)
+
+
 def test_activations_are_those_of_the_plan_at_its_fullest_and_what_is_being_computed() -> None:
     edge, cloud, other = estimate(
-        PLAN, FOOTPRINT, Recipe(weight_bytes=4, moments=2, has_master=False), receive_window=3
+        PLAN, FOOTPRINT, Recipe(weight_bytes=4, moments=2, has_master=False, is_sharded=False), receive_window=3
     )
     in_flight = PLAN.peak_in_flight(1)
     assert cloud.activations == other.activations == 5000 * in_flight + 700
@@ -65,13 +76,17 @@ def test_what_is_held_does_not_grow_with_the_number_of_micro_batches() -> None:
 @pytest.mark.parametrize(
     "settings, recipe",
     [
-        ({}, (4, 0, False)),
-        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, (4, 1, False)),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True}}, (2, 2, True)),
-        ({"optimizer": {"type": "Lion", "params": {"lr": 0.1}}}, (4, 1, False)),
+        ({}, (4, 0, False, False)),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, (4, 1, False, False)),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "bf16": {"enabled": True}}, (2, 2, True, True)),
+        ({"optimizer": {"type": "Adam"}, "fp16": {"enabled": True}}, (2, 2, True, True)),
+        ({"optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}, (4, 2, False, True)),
+        ({"optimizer": {"type": "Lion", "params": {"lr": 0.1}}}, (4, 1, False, False)),
     ],
 )
-def test_a_recipe_is_read_off_the_json(settings: dict[str, Any], recipe: tuple[int, int, bool]) -> None:
+def test_a_recipe_is_read_off_the_json(settings: dict[str, Any], recipe: tuple[int, int, bool, bool]) -> None:
     job = load_config(config([[1, 1], [1, 0]]) | settings)
-    weight_bytes, moments, has_master = recipe
-    assert recipe_of(job) == Recipe(weight_bytes=weight_bytes, moments=moments, has_master=has_master)
+    weight_bytes, moments, has_master, is_sharded = recipe
+    assert recipe_of(job) == Recipe(
+        weight_bytes=weight_bytes, moments=moments, has_master=has_master, is_sharded=is_sharded
+    )
