@@ -13,6 +13,7 @@ from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
 
 import ds_ldt
+from tests.engine.behaviour import Square, TiedLinear
 from tests.engine.cases import weights_of
 from tests.toy import WIDTH, Block, Points, Trace, build_unsplit, domain_batches, layer_classes
 
@@ -30,27 +31,7 @@ class Sometimes(nn.Module):
         return self.block(inputs) if inputs.is_meta or bool(inputs[0, 0] > 0) else inputs
 
 
-class Tied(nn.Module):
-    """A square matrix used at both ends of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.5 * torch.randn(4, 4))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.tanh(inputs @ self.weight)
-
-
-class Square(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + torch.tanh(self.linear(inputs))
-
-
-def transposed(tied: Tied, inputs: Tensor) -> Tensor:
+def transposed(tied: TiedLinear, inputs: Tensor) -> Tensor:
     """The tail's use of the tied matrix, three of its columns."""
     return (inputs @ tied.weight.t())[..., :3]
 
@@ -60,7 +41,7 @@ class UnsplitTied(nn.Module):
 
     def __init__(self, middle: int) -> None:
         super().__init__()
-        for index, layer in enumerate(build_unsplit([Tied, *[Square] * middle])):
+        for index, layer in enumerate(build_unsplit([TiedLinear, *[Square] * middle])):
             self.add_module(str(index), layer)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -118,7 +99,7 @@ def build(case: Case) -> ds_ldt.LDTPipelineModule:
     layers: list[Any] = [LayerSpec(one) for one in case.classes()]
     if case.model == "tied":
         middle = [LayerSpec(Square)] * (case.num_layers - 2)
-        ends = [ds_ldt.TiedLayerSpec("m", Tied), ds_ldt.TiedLayerSpec("m", Tied, forward_fn=transposed)]
+        ends = [ds_ldt.TiedLayerSpec("m", TiedLinear), ds_ldt.TiedLayerSpec("m", TiedLinear, forward_fn=transposed)]
         layers = [ends[0], *middle, ends[1]]
     module = ds_ldt.LDTPipelineModule(
         layers,
