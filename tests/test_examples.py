@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -394,7 +395,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: a Llama of 6 small layers, tied, and a tokenizer trained on the spot."""
     from pydoc_data.topics import topics
 
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -453,6 +453,24 @@ def test_S49_quickstart_trains_over_two_nodes_of_unequal_slots_and_the_result_lo
     assert not layers["edge"] & layers["cloud"]
     assert "tokenizer.json" in kept["edge"]
     assert "tokenizer.json" not in kept["cloud"]
+
+
+@pytest.mark.distributed
+def test_lora_example_leaves_the_base_alone_and_an_adapter_that_loads(tiny_model: Path, tmp_path: Path) -> None:
+    done = bash(
+        EXAMPLES / "finetune_lora.sh",
+        *("--model", tiny_model, "--domains", "1", "--steps", "4", "--workdir", tmp_path / "work"),
+        timeout_s=300,
+        LDT_SETUP="skip",
+        TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "held-out loss:" in done.stdout
+    assert "loaded with PeftModel" in done.stdout
+    assert json.loads((tmp_path / "work/adapter/adapter_config.json").read_text())["r"] == 16
+    files = list((tmp_path / "work").glob("*/checkpoint/*/layer_*"))
+    assert files
+    assert all("lora_" in key for path in files for key in torch.load(path, weights_only=True))
 
 
 DYING = """

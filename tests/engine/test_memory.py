@@ -19,6 +19,8 @@ from tests.models.tiny import tiny_config
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp32, ZeRO 1": {"zero_optimization": {"stage": 1}},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp32, checkpoints": {"pipeline": {"activation_checkpoint_interval": 1}},
     "bf16, checkpoints": {"bf16": {"enabled": True}, "pipeline": {"activation_checkpoint_interval": 1}},
 }
 
