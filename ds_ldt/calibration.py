@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -25,16 +25,12 @@ from ds_ldt.outbox import kept
 from ds_ldt.plan import Op, PipelineShape
 from ds_ldt.plan.measured import Duration, Kept, LinkTimes, Reading, Readings, Size, asked_of
 from ds_ldt.reduce import sum_over_sites
-from ds_ldt.schedule import Key
+from ds_ldt.schedule import OP_OF, Handler, Handlers, Key
 from ds_ldt.wire import Signature
 
 _PINGS, _PING_BYTES = 10, 8
 _TRAIN, _WAGON_BYTES = 10, 512 * 1024
 """Messages of a train, and bytes of one."""
-
-_OP = {"ForwardPass": Op.FORWARD, "BackwardPass": Op.BACKWARD, "WeightPass": Op.WEIGHT}
-
-Handler = Callable[..., None]
 
 
 class Calibration:
@@ -58,7 +54,7 @@ class Calibration:
         """Whether the last step to measure has begun; asked between steps."""
         return self._num_begun >= self._num_steps
 
-    def wrap(self, handlers: Mapping[type, Handler], step: Step) -> dict[type, Handler]:
+    def wrap(self, handlers: Mapping[type, Handler], step: Step) -> Handlers:
         """Make handlers for the next training step that do the same and time its computes.
 
         On an accelerator those then wait for the device, so that the time is that of their own work; a measured step
@@ -75,7 +71,7 @@ class Calibration:
             for boundary, signature in enumerate(signatures):
                 self._sizes[boundary] = max(_bytes_of(signature), self._sizes.get(boundary, 0))
         return {
-            kind: self._timed(_OP[kind.__name__], handler) if kind.__name__ in _OP else handler
+            kind: self._timed(OP_OF[kind.__name__], handler) if kind.__name__ in OP_OF else handler
             for kind, handler in handlers.items()
         }
 

@@ -7,11 +7,9 @@ the loss; ``BackwardPass`` and ``SendGrad`` retrace the way; ``ReduceGrads`` and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,38 +24,26 @@ from torch import Tensor
 
 from ds_ldt import checkpointing
 from ds_ldt.announcement import StepKind
-from ds_ldt.calibration import Calibration
 from ds_ldt.data import build_training_data
 from ds_ldt.deferred import WeightLedger
 from ds_ldt.dropout import Place, rng_untouched
 from ds_ldt.errors import ConfigError, LinkError
+from ds_ldt.evaluation import evaluating
 from ds_ldt.generation import Decoding, Generator, check_model, last_position
-from ds_ldt.intake import REMEMBERED_PLANS, Intake, Step
-from ds_ldt.memory import ActivationMeter
+from ds_ldt.intake import Intake, Step
 from ds_ldt.module import LDTPipelineModule
+from ds_ldt.observation import Observer
 from ds_ldt.optimizer import LDTShardedOptimizer, check_elementwise
-from ds_ldt.plan import Channel, PipelineShape, Plan, build_plan
-from ds_ldt.plan.hints import costs_document, is_measured, known_from_config, limits_from
-from ds_ldt.plan.measured import describe, find
-from ds_ldt.plan.memory import peak_held
-from ds_ldt.recent import Recent
-from ds_ldt.recording import Recording
-from ds_ldt.reduce import bounded, global_norm, scale_for_slice, sum_over_sites
+from ds_ldt.plan import Channel
+from ds_ldt.planning import Planner, agree_on_gradient_boundaries, receive_window
+from ds_ldt.reduce import bounded, global_norm, scale_for_slice
 from ds_ldt.results import Results, split_loss, weighted
-from ds_ldt.schedule import Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule, WeightPass
+from ds_ldt.schedule import Handlers, Key, LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule, WeightPass
 from ds_ldt.shapes import ShapeTracer
 from ds_ldt.streams import StreamGroups
 from ds_ldt.summary import StepSummary
 from ds_ldt.transport import Transport
 from ds_ldt.wire import WireGuard, signature_of
-
-ScheduleType = TypeVar("ScheduleType", bound=LDTSchedule)
-
-_WHILE_MEASURING = "closed_form"
-"""The policy of the steps that "auto" measures: it fits the link as the hints describe it, and is planned at once."""
-
-Handlers = dict[type, Callable[..., None]]
-"""Instruction type -> handler."""
 
 
 class LDTPipelineEngine(PipelineEngine):
@@ -96,23 +82,17 @@ class LDTPipelineEngine(PipelineEngine):
         self._results = Results()
         self._keep_of_outputs: Callable[[Any], Any] = _everything
         self._step: Step | None = None
-        self._schedules: Recent[str, LDTSchedule] = Recent(REMEMBERED_PLANS)
-        self._recording: Recording | None = None
-        self._meter: ActivationMeter | None = ActivationMeter()
-        self._held: dict[int, int] = {}
+        self._observer = Observer(self.global_rank, self.job, self.module)
         self._connect()
         if training_data is not None and self.site == "edge":
             self._build_data_iter(training_data, shuffle_seed=shuffle_seed, num_workers=num_workers)
 
     def _connect(self) -> None:
         """Create the channels of both flows, after agreeing which boundaries carry gradients."""
-        schedule = self.job.ldt.schedule
-        measures = is_measured(self.job)
-        self._calibration = Calibration(self.global_rank, schedule.measure_steps) if measures else None
-        self._known = known_from_config(self.job, self.module.layout)
         with bounded("ds_ldt.initialize", self.grid):
-            self._gradient_boundaries = self._agree_on_gradient_boundaries()
-            plan = self._plan(self.micro_batches, training=True)
+            self._gradient_boundaries = agree_on_gradient_boundaries(self.module, self.grid, self.device)
+            self._planner = Planner(self.global_rank, self.job, self.module.layout, self._gradient_boundaries)
+            plan = self._train_schedule().plan
             groups = StreamGroups.create(
                 rank=self.global_rank,
                 channels=plan.channels(),
@@ -125,7 +105,7 @@ class LDTPipelineEngine(PipelineEngine):
             groups=groups,
             device=self.device,
             timeout_s=self.job.ldt.timeout_s,
-            receive_window=self._receive_window(plan),
+            receive_window=receive_window(plan, self.global_rank),
             guard=guard,
         )
         tracer = ShapeTracer(
@@ -138,28 +118,10 @@ class LDTPipelineEngine(PipelineEngine):
         self.intake = Intake(self.module, self.grid, groups, guard, tracer)
         self._summary = StepSummary(self.grid, groups.control)
 
-    def _agree_on_gradient_boundaries(self) -> tuple[bool, ...]:
-        """A boundary carries gradients when anything before it is trained."""
-        trainable = torch.zeros(self.module.layout.num_virtual_stages, dtype=torch.int32, device=self.device)
-        for virtual_stage in self.module.virtual_stage_funcs:
-            trainable[virtual_stage] = int(bool(self.module.trained_parameters(virtual_stage)))
-        counts = sum_over_sites(trainable, self.grid).cumsum(0).tolist()
-        if self.job.ldt.freeze and counts[-1] == 0:
-            raise ConfigError.of(
-                "ldt.freeze",
-                found=self.job.ldt.freeze,
-                expected="some part of the model that is left to train",
-                fix="take a name off the list",
-            )
-        return tuple(
-            counts[boundary] > 0 and any(t.gradient for t in self.module.wire.tensors_at(boundary))
-            for boundary in range(self.module.layout.num_boundaries)
-        )
-
     def describe(self) -> str:
         """One line about the job: layout, sizes, schedule."""
         job, layout = self.job, self.module.layout
-        measuring = "" if self._calibration is None else f" for {job.ldt.schedule.measure_steps} steps of measuring"
+        measuring = f" for {job.ldt.schedule.measure_steps} steps of measuring" if self._planner.is_measuring else ""
         return (
             f"pipeline_num_layers {layout.configured} over {layout.num_stages} stages, "
             f"D = {job.num_domains} domains on E = {job.num_replicas} edge replicas, "
@@ -309,59 +271,18 @@ class LDTPipelineEngine(PipelineEngine):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def _plan(self, micro_batches: int, *, training: bool) -> Plan:
-        shape = PipelineShape.from_layout(
-            self.module.layout,
-            num_micro_batches=micro_batches,
-            num_domains=self.job.num_domains,
-            num_replicas=self.job.num_replicas,
-            gradient_boundaries=self._gradient_boundaries,
-            split_backward=self.job.ldt.schedule.split_backward,
-        )
-        return build_plan(
-            shape,
-            policy=self.job.ldt.schedule.policy if self._calibration is None else _WHILE_MEASURING,
-            training=training,
-            costs=self._known.costs,
-            max_in_flight=limits_from(self.job, shape, self._known),
-        )
-
-    def _receive_window(self, plan: Plan) -> int:
-        return max(self.num_stages + 1, plan.peak_in_flight(self.global_rank))
-
-    def _plan_with_what_was_measured(self, calibration: Calibration) -> None:
-        """Replace hints by measured costs, on all ranks alike; the next step runs another plan."""
-        before = self._plan(self.micro_batches, training=True)
-        with bounded("train_batch (exchange of what was measured)", self.grid):
-            readings, times = calibration.share(before.shape, self.grid, self.device, held=self._held)
-        findings = find(before.shape, readings, times, hints=self._known)
-        self._known, self._calibration = findings.known, None
-        after = self._plan(self.micro_batches, training=True)
-        self.transport.set_receive_window(self._receive_window(after))
-        if self.global_rank == 0:
-            logger.info(f"ds_ldt {describe(findings, before=before, after=after)}")
-            self._write_costs()
-
-    def _write_costs(self) -> None:
-        path = self.job.ldt.measured_costs
-        if path is None:
-            return
-        try:
-            Path(path).write_text(json.dumps(costs_document(self._known), indent=2) + "\n")
-        except OSError as error:  # training does not depend on it
-            logger.warning(f"ldt.measured_costs: nothing was written, {error}")
-
     def _train_schedule(self) -> LDTTrainSchedule:
-        return self._schedule_of(self._plan(self.micro_batches, training=True), LDTTrainSchedule)
+        return self._planner.train_schedule(self.micro_batches)
 
     def _inference_schedule(self, micro_batches: int) -> LDTInferenceSchedule:
-        return self._schedule_of(self._plan(micro_batches, training=False), LDTInferenceSchedule)
+        return self._planner.inference_schedule(micro_batches)
 
-    def _schedule_of(self, plan: Plan, kind: type[ScheduleType]) -> ScheduleType:
-        """The schedule of this rank; made once for each plan, not for every step."""
-        schedule = self._schedules.get(plan.fingerprint, lambda: kind(plan, self.global_rank))
-        assert isinstance(schedule, kind)
-        return schedule
+    def _plan_with_what_was_measured(self) -> None:
+        """Replace hints by measured costs, on all ranks alike; the next step runs another plan."""
+        with bounded("train_batch (exchange of what was measured)", self.grid):
+            readings, times = self._observer.exchange(self._current.plan.shape, self.grid, self.device)
+        self._planner.learn(readings, times, self.micro_batches)
+        self.transport.set_receive_window(receive_window(self._train_schedule().plan, self.global_rank))
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Train on one global batch: M micro-batches of each of the D domains.
@@ -391,10 +312,9 @@ class LDTPipelineEngine(PipelineEngine):
             raise
         if self.get_additional_losses():
             self._write_to_monitor("", {})
-        if self._meter is not None:
-            self._tell_what_is_held(self._meter)
-        if self._calibration is not None and self._calibration.is_over:
-            self._plan_with_what_was_measured(self._calibration)
+        self._observer.tell_what_is_held(self._current.plan)
+        if self._observer.has_measured:
+            self._plan_with_what_was_measured()
         return loss
 
     def eval_batch(
@@ -528,17 +448,14 @@ class LDTPipelineEngine(PipelineEngine):
     @contextmanager
     def _evaluating(self, data_iter: Any, *, compute_loss: bool) -> Iterator[None]:
         """Around forward-only steps: what belongs to training is as before afterwards, and results are let go of."""
-        train_iterator, modes = self.data_iterator, [(m, m.training) for m in self.module.modules()]
+        train_iterator = self.data_iterator
         self._compute_loss = compute_loss
-        self.module.eval()
         self.data_iterator = data_iter if self.site == "edge" else None
         try:
-            with torch.no_grad(), rng_untouched(), _buffers_untouched(self.module):
+            with evaluating(self.module):
                 yield
         finally:
             self.data_iterator = train_iterator
-            for module, mode in modes:
-                module.training = mode
             self.eval_return_logits = False
             self._keep_of_outputs = _everything
             self._results.clear()
@@ -688,63 +605,25 @@ class LDTPipelineEngine(PipelineEngine):
         )
         try:
             self.transport.begin_step(self.intake.receives(self._step), self.intake.opening(self._step))
-            with self._observed(self._step), rng_untouched():
-                self._execute(pipe_schedule)
+            observed = self._observer.watching(
+                self._INSTRUCTION_MAP, self._step, number=self.global_steps + 1, payloads=self._payloads
+            )
+            with observed as handlers, rng_untouched():
+                self._execute(pipe_schedule, handlers)
             self.transport.end_step()
         except BaseException:
             self.transport.abort()  # peers wait for messages that will not come: let them fail now
             raise
 
-    def _execute(self, pipe_schedule: LDTSchedule) -> None:
+    def _execute(self, pipe_schedule: LDTSchedule, handlers: Handlers) -> None:
         """Do what the parent does for each instruction, without binding every handler anew."""
-        handlers = self._INSTRUCTION_MAP
         for commands in pipe_schedule:
             for command in commands:
                 handlers[type(command)](self, **command.kwargs)
 
-    @contextmanager
-    def _observed(self, step: Step) -> Iterator[None]:
-        """Around the instructions of a step: time them while steps are measured, record those that are traced."""
-        plain = self._INSTRUCTION_MAP
-        handlers: Handlers = plain
-        if self._meter is not None and step.plan.training:
-            handlers = self._meter.wrap(handlers, self.module, self._payloads)
-        if self._calibration is not None and step.plan.training:
-            handlers = self._calibration.wrap(handlers, step)
-        with self._recorded(step.plan, handlers) as recorded:
-            self._INSTRUCTION_MAP = recorded
-            try:
-                yield
-            finally:
-                self._INSTRUCTION_MAP = plain
-
     def _payloads(self, key: Key) -> tuple[Tensor, ...]:
         """What this rank holds of a micro-batch between two virtual stages: inputs and outputs of one."""
         return (*self._inputs.get(key, ()), *self._outputs.get(key, ()))
-
-    def _tell_what_is_held(self, meter: ActivationMeter) -> None:
-        """Say once what was measured in the first training step."""
-        self._held, self._meter = meter.num_bytes, None
-        plan = self._train_schedule().plan
-        each = ", ".join(f"{size / 1e6:.3g} MB on virtual stage {stage}" for stage, size in self._held.items())
-        logger.info(
-            f"ds_ldt: rank {self.global_rank} keeps {each} of a micro-batch in flight; with at most "
-            f"{plan.peak_in_flight(self.global_rank)} of a domain in flight that is at most "
-            f"{peak_held(plan, self.global_rank, self._held) / 1e6:.3g} MB at once"
-        )
-
-    @contextmanager
-    def _recorded(self, plan: Plan, handlers: Handlers) -> Iterator[Handlers]:
-        """Record the training steps that ``ldt.trace`` names, and write them when the last of them is over."""
-        wanted, step = self.job.ldt.trace, self.global_steps + 1
-        if wanted is None or not plan.training or not wanted.steps[0] <= step <= wanted.steps[1]:
-            yield handlers
-            return
-        if self._recording is None:
-            self._recording = Recording(self.global_rank, plan.shape.describe_rank(self.global_rank))
-        yield self._recording.wrap(handlers, step=step)
-        if step == wanted.steps[1]:
-            self._recording.write(wanted.path)
 
     def _aggregate_total_loss(self) -> Tensor:
         return self._mean_loss
@@ -951,20 +830,3 @@ def _describe(signature: Any) -> str:
 
 def _everything(outputs: Any) -> Any:
     return outputs
-
-
-@contextmanager
-def _buffers_untouched(module: torch.nn.Module) -> Iterator[None]:
-    """Restore the buffers of a module afterwards: running statistics, counters and whatever else a layer keeps."""
-    places = [
-        (owner, name, buffer, buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for owner, name, buffer, before in places:
-            owner._buffers[name] = buffer
-            buffer.copy_(before)

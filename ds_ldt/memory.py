@@ -12,9 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ds_ldt.schedule import Key
-
-Handler = Callable[..., None]
+from ds_ldt.schedule import Handler, Handlers, Key
 
 
 class HeldBytes:
@@ -69,7 +67,7 @@ class ActivationMeter:
 
     def wrap(
         self, handlers: Mapping[type, Handler], module: nn.Module, payloads: Callable[[Key], Iterable[Tensor]]
-    ) -> dict[type, Handler]:
+    ) -> Handlers:
         """Make handlers for a training step that do the same and count in the forward passes.
 
         Args:

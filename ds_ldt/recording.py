@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_ldt.plan import Channel, Compute, Op
-from ds_ldt.schedule import Key
+from ds_ldt.plan import Channel, Compute
+from ds_ldt.schedule import OP_OF, Handler, Handlers, Key
 
 COMPUTE, WAIT, LINK, OTHER = "compute", "wait", "link", "other"
 
@@ -30,9 +30,6 @@ _CATEGORY = {
     "SendActivation": LINK,
     "SendGrad": LINK,
 }
-_OP = {"ForwardPass": Op.FORWARD, "BackwardPass": Op.BACKWARD, "WeightPass": Op.WEIGHT}
-
-Handler = Callable[..., None]
 
 
 class Recording:
@@ -50,7 +47,7 @@ class Recording:
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": label}}
         ]
 
-    def wrap(self, handlers: Mapping[type, Handler], *, step: int) -> dict[type, Handler]:
+    def wrap(self, handlers: Mapping[type, Handler], *, step: int) -> Handlers:
         """Make handlers that do the same and leave a span each.
 
         Args:
@@ -75,9 +72,11 @@ class Recording:
     def _add(self, kind: str, start: int, end: int, key: Key | None, channel: Channel | None) -> None:
         place = {"pid": 0, "tid": self._rank}
         name = kind
-        if key is not None and kind in _OP:
+        if key is not None and kind in OP_OF:
             name = str(
-                Compute(op=_OP[kind], virtual_stage=key.virtual_stage, micro_batch=key.micro_batch, domain=key.domain)
+                Compute(
+                    op=OP_OF[kind], virtual_stage=key.virtual_stage, micro_batch=key.micro_batch, domain=key.domain
+                )
             )
         span = {
             "ph": "X",

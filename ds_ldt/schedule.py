@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from deepspeed.runtime.pipe import schedule as ds
 
-from ds_ldt.plan import Instruction, Kind, Plan
+from ds_ldt.plan import Instruction, Kind, Op, Plan
 
 
 class WeightPass(ds.BufferOpInstruction):
@@ -26,6 +26,16 @@ _INSTRUCTION_OF: dict[Kind, type[ds.PipeInstruction]] = {
     Kind.REDUCE_GRADS: ds.ReduceGrads,
     Kind.OPTIMIZER_STEP: ds.OptimizerStep,
 }
+
+
+OP_OF = {"ForwardPass": Op.FORWARD, "BackwardPass": Op.BACKWARD, "WeightPass": Op.WEIGHT}
+"""Name of an instruction that computes -> what it is in a plan."""
+
+Handler = Callable[..., None]
+"""Executes one instruction of an engine; takes the engine, and what the instruction carries by name."""
+
+Handlers = dict[type, Handler]
+"""Instruction type -> handler."""
 
 
 class Key(NamedTuple):

@@ -52,8 +52,8 @@ def other_costs() -> tuple[tuple[str, str, float], str]:
     engine = toy_engine(config(layout(2, 2), timeout_s=12))
     engine.train_batch()
     if dist.get_rank() == 1:
-        near = replace(engine._known.costs, latency=0.0, message_bytes=0)
-        engine._known = replace(engine._known, costs=near)
+        near = replace(engine._planner.known.costs, latency=0.0, message_bytes=0)
+        engine._planner.known = replace(engine._planner.known, costs=near)
     fingerprint = engine._train_schedule().plan.fingerprint
     result = outcome(engine.train_batch)
     engine.transport.abort()

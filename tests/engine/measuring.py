@@ -45,8 +45,8 @@ def train_measured(settings: dict[str, Any], steps: int) -> dict[str, Any]:
         "norms": norms,
         "weights": weights_of(engine),
         "plans": plans,
-        "costs": asdict(engine._known.costs),
-        "kept": engine._known.activation_bytes,
+        "costs": asdict(engine._planner.known.costs),
+        "kept": engine._planner.known.activation_bytes,
         "window": window,
         "wanted_window": max(engine.num_stages + 1, peak),
     }

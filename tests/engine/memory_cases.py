@@ -50,6 +50,6 @@ def _peak(settings: dict[str, Any]) -> tuple[int, dict[int, int]]:
         engine.train_batch()
         live.restart()
         engine.train_batch()
-    held = engine._held
+    held = engine._observer.held
     engine.destroy()
     return live.peak, held
