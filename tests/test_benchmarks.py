@@ -22,6 +22,19 @@ def test_the_bound_is_that_of_the_issue() -> None:
     assert [round(wan.bound(Setup(), ratio * 0.02, 1), 2) for ratio in (0, 1, 4)] == [2.0, 2.04, 2.16]
 
 
+def test_the_bound_of_split_backwards_leaves_the_weight_gradients_out_of_the_way() -> None:
+    # 3tM + t(P - 2) + e + L, and the time of a message on the link
+    found = [wan.bound(Setup(), ratio * 0.02, 1, split=True) for ratio in (0, 1, 4)]
+    assert found == pytest.approx([1.945, 1.965, 2.025], abs=1e-3)
+
+
+def test_the_room_that_a_peer_leaves_is_its_time_over_the_bounds() -> None:
+    rows = [Row(name="ours", builder="", policy="auto"), Row(name="slow", builder=""), Row(name="fast", builder="")]
+    cells = {("ours", 1): [1.0], ("slow", 1): [9.0], ("fast", 1): [2 * wan.bound(Setup(), 0.02, 1)]}
+    text = wan.room(rows, Setup(), [1], {place: wan.Cell(steps_s=steps) for place, steps in cells.items()})
+    assert "takes 2.00 of the lower bound, 2.07 of that with split backwards" in text
+
+
 @pytest.mark.parametrize("cells", [Setup().cells, [1, 4, 4, 1]])
 def test_every_row_holds_the_same_layers(cells: list[int]) -> None:
     assert sum(cells) == sum(map(sum, Setup().matrix))

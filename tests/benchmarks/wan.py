@@ -125,11 +125,15 @@ class Lane:
                 )
 
 
-def bound(setup: Setup, latency_s: float, domains: int) -> float:
-    """Seconds that no schedule of the U-shape with an unsplit backward can undercut."""
+def bound(setup: Setup, latency_s: float, domains: int, *, split: bool = False) -> float:
+    """Seconds that no schedule of the U-shape can undercut, with whole backwards or with split ones."""
     layout = Layout.build(setup.matrix)
     shape = PipelineShape.from_layout(
-        layout, num_micro_batches=setup.num_micro_batches, num_domains=domains, num_replicas=1
+        layout,
+        num_micro_batches=setup.num_micro_batches,
+        num_domains=domains,
+        num_replicas=1,
+        split_backward=split,
     )
     costs = Costs.uniform(
         shape,
@@ -193,9 +197,10 @@ def table(rows: Sequence[Row], setup: Setup, latencies: Sequence[float], cells: 
     """The table, as Markdown."""
     head = ["step time (s), efficiency, ratio to ds_ldt auto"] + [f"L = {ratio:g} t" for ratio in latencies]
     lines = [head, ["---"] * len(head)]
-    for domains in sorted({row.domains for row in rows}):
-        label = "lower bound" + (f", D = {domains}" if domains > 1 else "")
-        lines.append([label, *(f"{bound(setup, ratio * setup.stage_s, domains):.2f}" for ratio in latencies)])
+    for domains, split in sorted({(row.domains, row.split) for row in rows} | {(1, False)}):
+        label = "lower bound" + (f", D = {domains}" if domains > 1 else "") + (", split" if split else "")
+        seconds = [bound(setup, ratio * setup.stage_s, domains, split=split) for ratio in latencies]
+        lines.append([label, *(f"{one:.2f}" for one in seconds)])
     ours = rows[0].name
     for row in rows:
         line = [row.name]
@@ -206,6 +211,25 @@ def table(rows: Sequence[Row], setup: Setup, latencies: Sequence[float], cells: 
             line.append(f"{step_s:.2f}, {efficiency:.3f}" + (f", {times:.2f}x" if row.domains == 1 else ""))
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def room(rows: Sequence[Row], setup: Setup, latencies: Sequence[float], cells: dict[tuple[str, float], Cell]) -> str:
+    """What the best peer takes over the lower bounds: more than that no schedule of ours can be ahead of it."""
+    peers = [row.name for row in rows if not row.policy]
+    if not peers:
+        return ""
+    best = [min(cells[name, ratio].step_s for name in peers) for ratio in latencies]
+    whole, halved = (
+        " / ".join(
+            f"{seconds / bound(setup, ratio * setup.stage_s, 1, split=split):.2f}"
+            for seconds, ratio in zip(best, latencies, strict=True)
+        )
+        for split in (False, True)
+    )
+    return (
+        f"The best peer takes {whole} of the lower bound, {halved} of that with split backwards: no schedule, however "
+        "fast its engine, can be further ahead of it here."
+    )
 
 
 def traffic(rows: Sequence[Row], setup: Setup, ratio: float, cells: dict[tuple[str, float], Cell]) -> str:
@@ -284,10 +308,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{setup.message_bytes} bytes of activations, {setup.mbps:g} Mbit/s; medians of {count} steps; "
         f"{machine()}.",
         *notes,
+        room(rows, setup, options.latencies, cells),
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(lines).rstrip() + "\n")
     if options.into is not None:
-        put_into(options.into, "\n".join(lines))
+        put_into(options.into, "\n".join(lines).rstrip())
     if options.json is not None:
         found = {f"{name} @ {ratio:g}": cell.steps_s for (name, ratio), cell in cells.items()}
         options.json.write_text(json.dumps(found, indent=1))
