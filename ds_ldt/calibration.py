@@ -135,18 +135,18 @@ def _round_trips(grid: LDTPipelineGrid, device: torch.device | str) -> list[int]
     Both have their next receive posted by the time a message comes for it, which is what gloo asks for, and both send
     and receive in turn, as backends ask that serialise a group. The first round trip opens the way and is not counted.
     """
-    edge, cloud = grid.site_leaders
+    peer = grid.other_site_leader
     there, back = (torch.zeros(_PING_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     times = []
     for _ in range(_PINGS + 1):
         begin = time.perf_counter_ns()
         if grid.site == "edge":
-            sending = kept(dist.isend(there, cloud, group=grid.leader_group))
-            dist.recv(back, cloud, group=grid.leader_group)
+            sending = kept(dist.isend(there, peer, group=grid.leader_group))
+            dist.recv(back, peer, group=grid.leader_group)
             sending.wait()
         else:
-            dist.recv(there, edge, group=grid.leader_group)
-            dist.send(back, edge, group=grid.leader_group)
+            dist.recv(there, peer, group=grid.leader_group)
+            dist.send(back, peer, group=grid.leader_group)
         get_accelerator().synchronize()
         times.append(time.perf_counter_ns() - begin)
     return times[1:] if grid.site == "edge" else [0] * _PINGS
@@ -157,8 +157,7 @@ def _train(grid: LDTPipelineGrid, device: torch.device | str, *, source: str) ->
 
     Twice, and the second time counts: TCP sends slowly at first on a long way.
     """
-    edge, cloud = grid.site_leaders
-    sends, peer = grid.site == source, cloud if grid.site == "edge" else edge
+    sends, peer = grid.site == source, grid.other_site_leader
     transfer = dist.isend if sends else dist.irecv
     times: list[int] = []
     begin = time.perf_counter_ns()

@@ -174,6 +174,12 @@ class LDTPipelineGrid(PipelineParallelGrid):
         """True for the one rank of each site that exchanges step summaries with the other site."""
         return self.global_rank in self.site_leaders
 
+    @property
+    def other_site_leader(self) -> int:
+        """The first rank of the site that this rank is not of."""
+        edge, cloud = self.site_leaders
+        return cloud if self.site == "edge" else edge
+
     def get_slice_parallel_group(self) -> None:
         """There is no tensor parallel group: ``ds_ldt`` accepts tensor parallel sizes of 1 only for now."""
         return None

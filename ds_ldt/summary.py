@@ -63,7 +63,7 @@ class StepSummary:
         timeout = timedelta(seconds=self._grid.timeout_s)
         mine = torch.zeros(SUMMARY_SIZE, dtype=torch.float32)
         mine[: values.numel()] = values
-        sent = kept(dist.isend(mine, self._other_leader, group=self._group, tag=_TAG))
+        sent = kept(dist.isend(mine, self._grid.other_site_leader, group=self._group, tag=_TAG))
         received.wait(timeout)
         sent.wait(timeout)
         self._post()
@@ -78,8 +78,4 @@ class StepSummary:
     def _post(self) -> None:
         if self._grid.is_site_leader:
             theirs = torch.empty(SUMMARY_SIZE, dtype=torch.float32)
-            self._posted = kept(dist.irecv(theirs, self._other_leader, group=self._group, tag=_TAG)), theirs
-
-    @property
-    def _other_leader(self) -> int:
-        return next(rank for rank in self._grid.site_leaders if rank != self._grid.global_rank)
+            self._posted = kept(dist.irecv(theirs, self._grid.other_site_leader, group=self._group, tag=_TAG)), theirs
