@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from ds_ldt.config import LDTConfig
 from ds_ldt.layout import Layout
 from ds_ldt.plan import Costs, PipelineShape, build_plan, lower_bound, simulate
 from tests.harness import ROOT, run_group
+from tests.scripts import script
 
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs/architecture.md"
@@ -263,24 +262,15 @@ def test_readme_states_limits_of_the_split() -> None:
         assert phrase in text
 
 
-def make_pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_pictures", PICTURES / "make_pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_pictures_are_what_their_script_draws() -> None:
-    drawn = make_pictures().pictures()
+    drawn = script(PICTURES / "make_pictures.py").pictures()
     assert {path.name for path in PICTURES.glob("*.svg")} == set(drawn)
     for name, content in drawn.items():
         assert read(PICTURES / name) == content, "draw it anew: python docs/pictures/make_pictures.py"
 
 
 def test_the_picture_of_the_schedule_shows_every_compute() -> None:
-    maker = make_pictures()
+    maker = script(PICTURES / "make_pictures.py")
     shape = maker.shape_of()
     num_computes = 2 * shape.num_virtual_stages * shape.num_micro_batches * shape.num_domains
     legend = 2 * 6

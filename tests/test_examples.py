@@ -423,6 +423,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def run_example(name: str, *words: str | Path, tmp_path: Path, timeout_s: float) -> str:
+    """What a script of the examples says that trains without a set-up and ends well."""
+    extensions = str(tmp_path / "extensions")
+    done = bash(EXAMPLES / name, *words, timeout_s=timeout_s, LDT_SETUP="skip", TORCH_EXTENSIONS_DIR=extensions)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.distributed
 def test_S49_quickstart_trains_over_two_nodes_of_unequal_slots_and_the_result_loads(
     tiny_model: Path, tmp_path: Path
@@ -434,16 +442,10 @@ def test_S49_quickstart_trains_over_two_nodes_of_unequal_slots_and_the_result_lo
     settings["optimizer"]["params"]["lr"] = 0.01  # random weights: the loss has to fall within three steps
     settings.pop("scheduler", None)
     config.write_text(json.dumps(settings))
-    done = bash(
-        EXAMPLES / "quickstart.sh",
-        *("--model", tiny_model, "--steps", "3", "--workdir", work, "--config", config),
-        timeout_s=500,
-        LDT_SETUP="skip",
-        TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "What you have now" in done.stdout
-    assert "held-out loss:" in done.stdout
+    words = ("--model", tiny_model, "--steps", "3", "--workdir", work, "--config", config)
+    said = run_example("quickstart.sh", *words, tmp_path=tmp_path, timeout_s=500)
+    assert "What you have now" in said
+    assert "held-out loss:" in said
     assert len(json.loads((work / "edge/checkpoint/metrics.json").read_text())["steps"]) == 3
     # Each site holds its own half and the cloud no means to read text.
     kept = {site: {path.name for path in (work / site / "layers").iterdir()} for site in ("edge", "cloud")}
@@ -457,16 +459,10 @@ def test_S49_quickstart_trains_over_two_nodes_of_unequal_slots_and_the_result_lo
 
 @pytest.mark.distributed
 def test_lora_example_leaves_the_base_alone_and_an_adapter_that_loads(tiny_model: Path, tmp_path: Path) -> None:
-    done = bash(
-        EXAMPLES / "finetune_lora.sh",
-        *("--model", tiny_model, "--domains", "1", "--steps", "4", "--workdir", tmp_path / "work"),
-        timeout_s=300,
-        LDT_SETUP="skip",
-        TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"),
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "held-out loss:" in done.stdout
-    assert "loaded with PeftModel" in done.stdout
+    words = ("--model", tiny_model, "--domains", "1", "--steps", "4", "--workdir", tmp_path / "work")
+    said = run_example("finetune_lora.sh", *words, tmp_path=tmp_path, timeout_s=300)
+    assert "held-out loss:" in said
+    assert "loaded with PeftModel" in said
     assert json.loads((tmp_path / "work/adapter/adapter_config.json").read_text())["r"] == 16
     files = list((tmp_path / "work").glob("*/checkpoint/*/layer_*"))
     assert files

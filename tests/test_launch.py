@@ -13,6 +13,7 @@ import pytest
 
 from ds_ldt import build_locks, launch
 from ds_ldt.errors import ConfigError
+from tests.harness import free_port
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 
@@ -263,9 +264,9 @@ def start(tmp_path: Path, *argv: str, **variables: str) -> subprocess.Popen[str]
 
 
 @pytest.mark.distributed
-def test_S55_run_goes_on_over_a_stale_lock_of_the_shared_memory_operator(tmp_path: Path, free_port: int) -> None:
+def test_S55_run_goes_on_over_a_stale_lock_of_the_shared_memory_operator(tmp_path: Path) -> None:
     lock = lock_of(tmp_path / "extensions", build_locks.SHARED_MEMORY_OP)
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [start(tmp_path, "60", RANK=str(rank), LOCAL_RANK=str(rank), **meeting) for rank in range(2)]
     for rank in ranks:
         output, errors = rank.communicate(timeout=200)
@@ -275,10 +276,10 @@ def test_S55_run_goes_on_over_a_stale_lock_of_the_shared_memory_operator(tmp_pat
 
 
 @pytest.mark.distributed
-def test_S48_torchrun_works_as_well(tmp_path: Path, free_port: int) -> None:
+def test_S48_torchrun_works_as_well(tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     script.write_text(textwrap.dedent(START))
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port}"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
     environ = {name: value for name, value in os.environ.items() if name not in (*LAUNCHED, "GLOO_SOCKET_IFNAME")}
     done = subprocess.run(
         [sys.executable, *torchrun, str(script), "60"],
@@ -293,13 +294,14 @@ def test_S48_torchrun_works_as_well(tmp_path: Path, free_port: int) -> None:
 
 
 @pytest.mark.distributed
-def test_site_that_never_comes_is_an_error_that_names_address_and_seconds(tmp_path: Path, free_port: int) -> None:
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+def test_site_that_never_comes_is_an_error_that_names_address_and_seconds(tmp_path: Path) -> None:
+    port = free_port()
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     alone = start(tmp_path, "3", RANK="0", LOCAL_RANK="0", **meeting)
     _, errors = alone.communicate(timeout=200)
     last = errors.strip().splitlines()[-1]
     assert alone.returncode == 1
-    assert last.startswith(f"LinkError: Rank 0 of 2 did not meet the others at 127.0.0.1:{free_port} within 3 s")
+    assert last.startswith(f"LinkError: Rank 0 of 2 did not meet the others at 127.0.0.1:{port} within 3 s")
     assert "ldt.timeout_s" in last
 
 
@@ -307,12 +309,3 @@ def test_site_that_never_comes_is_an_error_that_names_address_and_seconds(tmp_pa
 def test_S48_process_without_a_launcher_ends_at_once(tmp_path: Path) -> None:
     _, errors = start(tmp_path, "60").communicate(timeout=200)
     assert errors.strip().splitlines()[-1].startswith("ConfigError: Environment variables RANK, WORLD_SIZE")
-
-
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,21 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.conversion.models import CONFIG, assert_same_tensors, save_model, tensors_of
+from tests.harness import ROOT
+from tests.scripts import script
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def main_of(name: str) -> Callable[[Sequence[str]], int]:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "checkpoint" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
-
-hf_to_ds_ldt = main_of("hf_to_ds_ldt")
-ds_ldt_to_hf = main_of("ds_ldt_to_hf")
+hf_to_ds_ldt: Callable[[Sequence[str]], int] = script(ROOT / "checkpoint/hf_to_ds_ldt.py").main
+ds_ldt_to_hf: Callable[[Sequence[str]], int] = script(ROOT / "checkpoint/ds_ldt_to_hf.py").main
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 import ds_ldt
-from tests.engine.cases import initialize, toy_engine, toy_module, weights_of
+from tests.engine.cases import initialize, toy_engine, toy_module, train_steps, weights_of
 from tests.engine.scenarios import SCENARIOS
 from tests.toy import Points, domain_batches
 
@@ -61,11 +61,7 @@ def train_with_stock_clipping(settings: dict[str, Any], steps: int) -> dict[str,
 
 
 def _train(engine: ds_ldt.LDTPipelineEngine, steps: int) -> dict[str, Any]:
-    losses, norms = [], []
-    for _ in range(steps):
-        losses.append(engine.train_batch().item())
-        norms.append(engine.get_global_grad_norm())
-    return {"losses": losses, "norms": norms, "weights": weights_of(engine)}
+    return {**train_steps(engine, steps), "weights": weights_of(engine)}
 
 
 class Numbered(Points):

@@ -104,15 +104,21 @@ def weights_of(engine: ds_ldt.LDTPipelineEngine) -> dict[int, dict[str, torch.Te
     }
 
 
-def train(settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train the toy model; what every rank saw."""
-    engine = toy_engine(settings)
+def train_steps(engine: ds_ldt.LDTPipelineEngine, steps: int) -> dict[str, list[float]]:
+    """The losses and gradient norms of some training steps."""
     losses, norms = [], []
     for _ in range(steps):
         losses.append(engine.train_batch().item())
-        norms.append(engine.get_global_grad_norm())
+        norms.append(float(engine.get_global_grad_norm()))
+    return {"losses": losses, "norms": norms}
+
+
+def train(settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train the toy model; what every rank saw."""
+    engine = toy_engine(settings)
+    seen = train_steps(engine, steps)
     engine.destroy()
-    return {"losses": losses, "norms": norms, "weights": weights_of(engine), "stage": engine.stage_id}
+    return {**seen, "weights": weights_of(engine), "stage": engine.stage_id}
 
 
 def train_many(cases: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ import ds_ldt.errors
 from ds_ldt.layout import Layout
 from ds_ldt.shapes import Shapes
 from ds_ldt.wire import WireSchema, WireTensor
-from tests.engine.cases import Untouchable, config, initialize, weights_of
+from tests.engine.cases import Untouchable, config, initialize, train_steps, weights_of
 from tests.toy import WIDTH, Block, Head, Stem
 
 LAYERS = {"vision_encoder": [[1, 1], [1, 0], [0, 0]], "text_decoder": [[0, 0], [1, 1], [1, 0]]}
@@ -183,16 +183,12 @@ def train_variants(variants: list[tuple[dict[str, Any], bool]], steps: int) -> l
     for wanted, said in variants:
         engine = engine_of(build(wanted, said=said))
         before = weights_of(engine)
-        losses, norms = [], []
-        for _ in range(steps):
-            losses.append(engine.train_batch().item())
-            norms.append(engine.get_global_grad_norm())
+        seen = train_steps(engine, steps)
         after = weights_of(engine)
         instructions = [one.name for step in engine._train_schedule().steps() for one in step]
         found.append(
             {
-                "losses": losses,
-                "norms": norms,
+                **seen,
                 "weights": after,
                 "changed": [
                     (index, name)

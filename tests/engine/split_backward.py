@@ -11,7 +11,7 @@ from torch import Tensor
 import ds_ldt
 from ds_ldt.deferred import WeightLedger
 from tests.engine.behaviour import as_bf16, tied_engine
-from tests.engine.cases import initialize, toy_engine, toy_module, weights_of
+from tests.engine.cases import initialize, toy_engine, toy_module, train_steps, weights_of
 from tests.toy import Points
 
 
@@ -65,15 +65,11 @@ def train_all(runs: list[tuple[str, dict[str, Any], int]]) -> list[dict[str, Any
 def _train(kind: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     engine = ENGINES[kind](settings)
     engine._owed = Forgetful() if kind == "forgetful" else Counting()
-    losses, norms = [], []
-    for _ in range(steps):
-        losses.append(engine.train_batch().item())
-        norms.append(float(engine.get_global_grad_norm()))
+    seen = train_steps(engine, steps)
     left = len(engine._owed)
     order = engine._train_schedule().plan.orders()[dist.get_rank()]
     return {
-        "losses": losses,
-        "norms": norms,
+        **seen,
         "weights": weights_of(engine),
         "made": engine._owed.made / steps,
         "left": left,

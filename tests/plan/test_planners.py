@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ldt.plan import Costs, PipelineShape, build_plan, lower_bound, simulate
-from ds_ldt.plan.machine import TICKS_PER_SECOND, Machine
+from ds_ldt.plan import Costs, PipelineShape, Plan, build_plan, lower_bound, simulate
+from ds_ldt.plan.machine import TICKS_PER_SECOND, JobOrders, Machine
 from ds_ldt.plan.playback import Follow
 from ds_ldt.plan.policies import TRAINING
 from ds_ldt.plan.policies.auto import Candidate, best_of, tried
@@ -45,6 +45,16 @@ def three_chunks(p: int, d: int, latency: float) -> tuple[PipelineShape, Costs]:
     seconds = {(chunk, 0): (0.2, 0.1, 0.15)[chunk] / d for chunk in range(3)}
     seconds |= {(chunk, stage): (0.4, 1.0)[chunk] for chunk in (0, 1) for stage in range(1, p)}
     return shape, Costs(forward=seconds, latency=latency)
+
+
+def played(shape: PipelineShape, costs: Costs, policy: str) -> tuple[Plan, Machine, JobOrders]:
+    """A plan and its orders in ticks, which take as long as the simulated plan."""
+    plan = build_plan(shape, policy=policy, costs=costs)
+    machine = Machine.build(shape, costs, training=True)
+    rows = machine.jobs_of(plan.orders())
+    assert machine.orders_of(rows) == plan.orders()
+    assert Follow(machine, rows).play() / TICKS_PER_SECOND == pytest.approx(simulate(plan, costs).makespan, abs=1e-6)
+    return plan, machine, rows
 
 
 # --- the bars -----------------------------------------------------------------------------------------------------
@@ -168,12 +178,7 @@ def test_auto_is_no_slower_than_any_policy_and_tells_which_one_it_took(
 def test_playing_orders_in_ticks_takes_as_long_as_simulating_their_plan(
     data: st.DataObject, shape: PipelineShape, policy: str
 ) -> None:
-    costs = replace(data.draw(any_costs(shape)), bandwidth=None)
-    plan = build_plan(shape, policy=policy, costs=costs)
-    machine = Machine.build(shape, costs, training=True)
-    rows = machine.jobs_of(plan.orders())
-    assert machine.orders_of(rows) == plan.orders()
-    assert Follow(machine, rows).play() / TICKS_PER_SECOND == pytest.approx(simulate(plan, costs).makespan, abs=1e-6)
+    plan, machine, rows = played(shape, replace(data.draw(any_costs(shape)), bandwidth=None), policy)
     peaks = [0] * shape.num_stages
     for rank in range(shape.num_ranks):
         peaks[shape.stage_of(rank)] = max(peaks[shape.stage_of(rank)], plan.peak_in_flight(rank))

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan import Compute, Costs, Kind, Op, PipelineShape, build_plan, lower_bound, simulate
-from ds_ldt.plan.machine import TICKS_PER_SECOND, Machine
-from ds_ldt.plan.playback import Follow
 from ds_ldt.plan.policies import TRAINING
 from ds_ldt.plan.policies.auto import tried
 from tests.plan.interpreter import expected_outcome, interpret
 from tests.plan.shapes import full_shape, shape_of, split, split_shapes
-from tests.plan.test_planners import any_costs, three_chunks
+from tests.plan.test_planners import any_costs, played, three_chunks
 
 POLICIES = (*TRAINING, "auto")
 
@@ -89,12 +87,7 @@ def test_splitting_never_makes_a_policy_slower(data: st.DataObject, shape: Pipel
 @settings(deadline=None, max_examples=40)
 @given(data=st.data(), shape=split_shapes(max_micro_batches=5), policy=st.sampled_from([*TRAINING]))
 def test_playing_in_ticks_takes_as_long_as_simulating(data: st.DataObject, shape: PipelineShape, policy: str) -> None:
-    costs = replace(data.draw(any_costs(shape)), bandwidth=None)
-    plan = build_plan(shape, policy=policy, costs=costs)
-    machine = Machine.build(shape, costs, training=True)
-    rows = machine.jobs_of(plan.orders())
-    assert machine.orders_of(rows) == plan.orders()
-    assert Follow(machine, rows).play() / TICKS_PER_SECOND == pytest.approx(simulate(plan, costs).makespan, abs=1e-6)
+    played(shape, replace(data.draw(any_costs(shape)), bandwidth=None), policy)
 
 
 @settings(deadline=None, max_examples=40)
