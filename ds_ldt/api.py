@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 
 from ds_ldt.config import JobConfig, load_config
 from ds_ldt.engine import LDTPipelineEngine
-from ds_ldt.errors import ConfigError
+from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.plan.hints import known_from_config, memory_warning
 
@@ -62,7 +62,7 @@ def initialize(
         ``(engine, optimizer, training_dataloader, lr_scheduler)``; the data loader is None in the cloud.
 
     Raises:
-        ConfigError: an argument is not accepted, or ``config`` differs from the module's.
+        ConfigError: an argument is not accepted, ``config`` differs from the module's, or the module has an engine.
     """
     _refuse(
         distributed_port=distributed_port,
@@ -97,6 +97,7 @@ def initialize(
         config=model.job.deepspeed,
         config_class=DeepSpeedConfig(model.job.deepspeed, grid),
     )
+    model.has_engine = True
     _describe(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -105,9 +106,16 @@ def _check_open(model: LDTPipelineModule) -> None:
     if model.mpu().is_closed:
         raise ConfigError.of(
             "model",
-            found="a module whose engine was destroyed",
+            found=Absent("a module whose engine was destroyed"),
             expected="one whose process groups are open",
             fix="build a new LDTPipelineModule",
+        )
+    if model.has_engine:  # in half precision the weights would move to the second engine, and the first train nothing
+        raise ConfigError.of(
+            "model",
+            found=Absent("a module that an engine trains already"),
+            expected="a module for each engine",
+            fix="build a new LDTPipelineModule, or go on with the engine that there is",
         )
 
 

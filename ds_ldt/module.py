@@ -120,6 +120,7 @@ class LDTPipelineModule(PipelineModule):
         self.dynamic_shape = dynamic_shape
         self._check()
         frozen = frozen_parameters(self.job.ldt.freeze, parts or {})
+        self.has_engine = False
         self._has_adapters, lora = False, self.job.ldt.lora
         plan = partial(plan_adapters, layers=self._layer_specs, names=layer_names, model_type=model_type)
         self.adapters = None if lora is None else plan(lora)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from ds_ldt.errors import LinkError
 from ds_ldt.grid import destroy_groups
-from ds_ldt.outbox import Route
+from ds_ldt.outbox import Route, kept, wait_within
 from ds_ldt.plan import Channel, Flow
 
 _FAREWELL_S = 10.0
 """How long ranks that end in good order wait for each other."""
+
+_FAREWELL_TAG = 3
 
 _TAGGED_BACKENDS = frozenset({"gloo"})
 """Backends that tell messages on one group apart by tags, and wait on the host. Others get a group per channel."""
@@ -98,9 +102,23 @@ class StreamGroups:
         )
 
     def wait_for_all(self) -> None:
-        """Waits until every rank of both sites calls it too, for a few seconds at most. Raises nothing."""
-        with contextlib.suppress(RuntimeError):
-            dist.monitored_barrier(self.control, timeout=timedelta(seconds=_FAREWELL_S))
+        """Waits until every rank of both sites calls it too, for a few seconds at most. Raises nothing.
+
+        torch's `monitored_barrier` would keep all ranks but the first for the timeout of the group, if that one does
+        not come.
+        """
+        begin = time.monotonic()
+        with contextlib.suppress(RuntimeError, ValueError):  # the latter where the group is gone, with the world
+            rank, size = dist.get_rank(self.control), dist.get_world_size(self.control)
+            others = range(1, size) if rank == 0 else range(1)
+            for transfer in (dist.irecv, dist.isend) if rank == 0 else (dist.isend, dist.irecv):
+                words = [torch.zeros(1, dtype=torch.uint8) for _ in others]
+                works = [
+                    kept(transfer(word, other, group=self.control, tag=_FAREWELL_TAG))
+                    for word, other in zip(words, others, strict=True)
+                ]
+                for work in works:
+                    wait_within(work, begin, _FAREWELL_S)
 
     def close(self) -> None:
         """Destroys the groups; peers that still wait on them see the connection closed."""

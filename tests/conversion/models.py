@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.models.tiny import tiny_config, tiny_model
 
 MATRIX = [[1, 2], [1, 0]]
+THREE_CHUNKS = [[1, 1], [1, 1], [1, 0]]
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,
@@ -31,7 +32,7 @@ def save_model(
     **changes: Any,
 ) -> Path:
     """Save a tiny model of 4 decoder layers as transformers does, with something like a tokenizer beside it."""
-    model = tiny_model(tiny_config(family, num_hidden_layers=4, **changes)).to(dtype)
+    model = tiny_model(tiny_config(family, **{"num_hidden_layers": 4, **changes})).to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(directory, max_shard_size="10KB" if sharded else "1GB")
     (directory / "tokenizer.json").write_text('{"version": "1.0"}')

@@ -22,6 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 import ds_ldt
+from ds_ldt import streams
 from tests.engine.cases import initialize, toy_engine, toy_module, train_steps, weights_of
 from tests.engine.scenarios import SCENARIOS
 from tests.toy import Points, domain_batches
@@ -332,6 +333,7 @@ def left_behind(settings: dict[str, Any], directory: str) -> dict[str, Any]:
     for _ in range(3):
         engines.append(toy_engine(settings))
         engines[-1].train_batch()
+        twice = told(lambda: ds_ldt.initialize(model=engines[-1].module))
         working = open_now()
         engines[-1].destroy()
     engines[-1].destroy()
@@ -344,11 +346,29 @@ def left_behind(settings: dict[str, Any], directory: str) -> dict[str, Any]:
             told(last.train_batch),
             told(lambda: last.save_checkpoint(directory)),
             told(lambda: ds_ldt.initialize(model=last.module)),
+            twice,
         ],
     }
 
 
-def destroy_alone(settings: dict[str, Any]) -> float:
+def destroy_one(settings: dict[str, Any]) -> list[tuple[float, str]]:
+    """For each rank: it destroys its engine while all others go on; seconds, and what this rank is told."""
+    found = []
+    for alone in range(dist.get_world_size()):
+        engine = toy_engine(settings)
+        engine.train_batch()
+        begin, told = time.monotonic(), ""
+        try:
+            with mock.patch.object(streams, "_FAREWELL_S", 1.0):
+                engine.destroy() if dist.get_rank() == alone else engine.train_batch()
+        except ds_ldt.LDTError as error:
+            told = f"{type(error).__name__}: {error}"
+        found.append((time.monotonic() - begin, told))
+        engine.destroy()
+    return found
+
+
+def destroy_after_failure(settings: dict[str, Any]) -> float:
     """Seconds that the end of an engine takes where rank 0 has given up, as after a failed step."""
     engine = toy_engine(settings)
     engine.train_batch()

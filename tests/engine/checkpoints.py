@@ -16,9 +16,9 @@ from tests.engine.cases import toy_engine, toy_module, weights_of
 from tests.toy import Points, domain_batches
 
 
-def site_directory(root: str) -> str:
+def site_directory(root: str, num_replicas: int = 1) -> str:
     """A directory of each site's own."""
-    return f"{root}/{'edge' if dist.get_rank() == 0 else 'cloud'}"
+    return f"{root}/{'edge' if dist.get_rank() < num_replicas else 'cloud'}"
 
 
 def data(settings: dict[str, Any], skip: int) -> Any:
@@ -37,31 +37,58 @@ def batch_fn_of(settings: dict[str, Any]) -> Any:
     return None if dtype is None else lambda batch: (batch[0].to(dtype), batch[1].to(dtype))
 
 
-def save_midway(settings: dict[str, Any], root: str, steps: int) -> list[float]:
-    """Train, save, and go on training: the losses since."""
-    engine = toy_engine(settings)
-    engine.set_dataiterator(data(settings, 0))
-    for _ in range(steps):
-        engine.train_batch()
-    engine.save_checkpoint(site_directory(root))
-    return [engine.train_batch().item() for _ in range(steps)]
+def save_midway(jobs: list[tuple[dict[str, Any], str]], steps: int) -> list[dict[str, Any]]:
+    """For each (configuration, directory): train, save, and go on training."""
+    found = []
+    for settings, root in jobs:
+        engine = toy_engine(settings, batch_fn=batch_fn_of(settings))
+        for _ in range(steps):
+            engine.train_batch()
+        engine.save_checkpoint(site_directory(root, engine.job.num_replicas))
+        found.append(_now_and_later(engine, steps))
+        engine.destroy()
+    return found
 
 
-def load_and_train(settings: dict[str, Any], root: str, steps: int) -> dict[str, Any]:
-    """Load what was saved with another number of domains and go on; what a run is told that shards otherwise."""
-    per_step = settings["gradient_accumulation_steps"] * settings["ldt"]["cloud"]["data_parallel_size"]
-    engine = toy_engine(settings, base_seed=99)
-    engine.load_checkpoint(site_directory(root))
-    engine.set_dataiterator(data(settings, per_step * steps))
-    losses = [engine.train_batch().item() for _ in range(steps)]
-    whole = toy_engine({name: value for name, value in settings.items() if name != "zero_optimization"})
-    told = ""
+def load_and_train(jobs: list[tuple[dict[str, Any], str]], steps: int) -> list[dict[str, Any]]:
+    """For each (configuration, directory): load what other ranks have saved, and go on."""
+    found = []
+    for settings, root in jobs:
+        engine = toy_engine(settings, base_seed=99, batch_fn=batch_fn_of(settings))
+        engine.load_checkpoint(site_directory(root, engine.job.num_replicas))
+        found.append(_now_and_later(engine, steps))
+        engine.destroy()
+    return found
+
+
+def _now_and_later(engine: ds_ldt.LDTPipelineEngine, steps: int) -> dict[str, Any]:
+    """Weights, state of the optimizer and position of the data of this rank, then losses, then weights again."""
+    if engine.using_sharded_optimizer:
+        shard = engine.optimizer.shard()
+        optimizer = {**shard["base"]["state"][0], "fp32": shard["fp32_partitions"][0]}
+    else:
+        states = engine.optimizer.state_dict()["state"].values()
+        optimizer = {name: torch.cat([state[name].flatten() for state in states]) for name in next(iter(states))}
+    return {
+        "place": (engine.stage_id, engine.grid.data_parallel_id),
+        "weights": weights_of(engine),
+        "optimizer": {name: value.clone() for name, value in optimizer.items()},
+        "is_sharded": engine.using_sharded_optimizer,
+        "position": engine.training_dataloader.state_dict() if engine.site == "edge" else None,
+        "losses": [engine.train_batch().item() for _ in range(steps)],
+        "weights_later": weights_of(engine),
+    }
+
+
+def load_whole(settings: dict[str, Any], root: str) -> tuple[str, int]:
+    """What a run that keeps its optimizer whole is told of one that was saved in shards; and the step without it."""
+    engine, told = toy_engine(settings), ""
     try:
-        whole.load_checkpoint(site_directory(root))
+        engine.load_checkpoint(site_directory(root))
     except ds_ldt.CheckpointError as error:
         told = str(error)
-    whole.load_checkpoint(site_directory(root), load_optimizer_states=False)
-    return {"losses": losses, "weights": weights_of(engine), "told": told, "steps": whole.global_steps}
+    engine.load_checkpoint(site_directory(root), load_optimizer_states=False)
+    return told, engine.global_steps
 
 
 def resume(settings: dict[str, Any], root: str, steps: int) -> dict[str, Any]:

@@ -378,11 +378,20 @@ def test_a_destroyed_engine_leaves_no_thread_and_no_connection(groups: GroupPool
         assert seen["working"][1] > seen["before"][1] + 10
         assert seen["after"][0] <= seen["before"][0]
         assert seen["after"][1] <= seen["before"][1]
-        step, checkpoint, module = seen["told"]
+        step, checkpoint, module, twice = seen["told"]
         assert step.startswith("LinkError") and "it was destroyed" in step
         assert checkpoint.startswith("LinkError") and "its engine was destroyed" in checkpoint
         assert module.startswith("ConfigError") and "build a new LDTPipelineModule" in module
+        assert twice.startswith("ConfigError") and "a module that an engine trains already" in twice
 
 
 def test_after_a_failure_nobody_waits_for_the_others_when_an_engine_is_destroyed(groups: GroupPool) -> None:
-    assert max(run(groups, 2, "destroy_alone", config(layout(2, 2)))) < 5
+    assert max(run(groups, 2, "destroy_after_failure", config(layout(2, 2)))) < 5
+
+
+def test_an_engine_that_one_rank_alone_destroys_ends_there_and_fails_elsewhere_in_seconds(groups: GroupPool) -> None:
+    ranks = run(groups, 3, "destroy_one", config(layout(2, 2), num_domains=2))
+    for rank, found in enumerate(ranks):
+        for alone, (seconds, told) in enumerate(found):
+            assert seconds < 10, (rank, alone)
+            assert told == "" if rank == alone else told.startswith("LinkError"), (rank, alone)

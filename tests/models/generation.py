@@ -41,6 +41,16 @@ def generate(source: str, config: dict[str, Any], cases: list[list[dict[str, Any
     return {"answers": answers, "kept": kept and modes, "loss": losses[True], "outputs": losses[False]}
 
 
+def answer_all(source: str, configs: list[dict[str, Any]], cases: list[dict[str, Any]]) -> list[list[Any]]:
+    """For each configuration the answers to every case, of a single edge replica."""
+    torch.set_num_threads(1)
+    found = []
+    for config in configs:
+        engine = initialize(model=ds_ldt.models.from_pretrained(source, config=config), config=config)
+        found.append([_answer(engine, case if engine.site == "edge" else {}) for case in cases])
+    return found
+
+
 def _answer(engine: ds_ldt.LDTPipelineEngine, arguments: dict[str, Any]) -> Any:
     try:
         return engine.generate(**arguments)

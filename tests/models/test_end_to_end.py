@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_ldt.conversion import convert_to_hf, convert_to_layers
 from ds_ldt.models import count_targets
-from tests.conversion.models import save_model, tensors_of
+from tests.conversion.models import MATRIX, THREE_CHUNKS, save_model, tensors_of
 from tests.harness import GroupPool
 from tests.models.end_to_end import FEW_TARGETS, KINDS, STEPS
 from tests.models.tiny import ROWS, batch_of
@@ -40,7 +40,7 @@ def train_unsplit(directory: Path, kinds: tuple[str, ...]) -> tuple[list[float],
     "family, tied, num_domains, num_replicas, kinds, split, options",
     [
         ("qwen2", True, 1, 1, KINDS, False, {}),
-        ("llama", False, 2, 1, KINDS, True, {"activation_checkpoint_interval": 1}),
+        ("llama", False, 2, 1, KINDS, True, {"activation_checkpoint_interval": 1, "matrix": THREE_CHUNKS}),
         ("qwen3", False, 2, 2, FEW_TARGETS, False, {}),
     ],
 )
@@ -55,19 +55,20 @@ def test_S30_trained_and_exported_model_equals_the_unsplit_one(  # noqa: PLR0913
     split: bool,
     options: dict[str, Any],
 ) -> None:
+    matrix = options.pop("matrix", MATRIX)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": len(kinds) // num_domains,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
         "ldt": {
-            "pipeline_num_layers": [[1, 2], [1, 0]],
+            "pipeline_num_layers": matrix,
             "edge": {"data_parallel_size": num_replicas},
             "cloud": {"data_parallel_size": num_domains},
             "schedule": {"split_backward": split},
         },
     }
-    hf = save_model(tmp_path / "hf", family=family, tie_word_embeddings=tied)
+    hf = save_model(tmp_path / "hf", family=family, tie_word_embeddings=tied, num_hidden_layers=sum(map(sum, matrix)))
     convert_to_layers(hf, config=config, edge=tmp_path / "ldt/edge", cloud=tmp_path / "ldt/cloud")
     arguments = (str(tmp_path / "ldt"), config, str(tmp_path), options, kinds)
     losses = groups.run(num_replicas + num_domains, "tests.models.end_to_end:train", *arguments)

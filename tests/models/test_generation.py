@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ds_ldt.errors import ConfigError
 from ds_ldt.generation import Decoding, check_model, last_position
-from tests.conversion.models import MATRIX, save_model
+from tests.conversion.models import MATRIX, THREE_CHUNKS, save_model
 from tests.harness import GroupPool
 from tests.models.tiny import VOCABULARY, batch_of
 
@@ -68,16 +68,18 @@ def cases_of(model: Any) -> list[dict[str, Any]]:
 def test_answers_equal_those_of_transformers(
     groups: GroupPool, tmp_path: Path, family: str, tied: bool, num_domains: int, num_replicas: int
 ) -> None:
+    matrix = THREE_CHUNKS if num_domains > num_replicas else MATRIX
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": 2,
         "ldt": {
-            "pipeline_num_layers": MATRIX,
+            "pipeline_num_layers": matrix,
             "edge": {"data_parallel_size": num_replicas},
             "cloud": {"data_parallel_size": num_domains},
         },
     }
-    source = save_model(tmp_path / "hf", family=family, tie_word_embeddings=tied)
+    depth = sum(map(sum, matrix))
+    source = save_model(tmp_path / "hf", family=family, tie_word_embeddings=tied, num_hidden_layers=depth)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     first = [{"max_new_tokens": NEW, **case} for case in cases_of(model)]
@@ -104,6 +106,45 @@ def test_answers_equal_those_of_transformers(
     assert all(rank["kept"] and rank["loss"] == pytest.approx(loss, abs=1e-5) for rank in ranks)
     assert [rank["outputs"] is None for rank in ranks] == [rank >= num_replicas for rank in range(len(ranks))]
     torch.testing.assert_close(ranks[0]["outputs"][0], model(**batch).logits)
+
+
+@torch.no_grad()
+def shortfall(model: Any, answer: Tensor, arguments: dict[str, Any]) -> float:
+    """By how much the logit of a token of an answer falls short of the largest, at most, in units of its rounding."""
+    length, worst = arguments["input_ids"].shape[1], 0.0
+    mask = arguments.get("attention_mask", torch.ones_like(arguments["input_ids"]))
+    for place in range(length, answer.shape[1]):
+        seen = {
+            "input_ids": answer[:, :place],
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        }
+        logits = model(**seen, use_cache=False).logits[:, -1]
+        chosen = logits.gather(1, answer[:, place : place + 1])[:, 0]
+        unit = torch.finfo(logits.dtype).eps * logits.abs().amax(1)
+        worst = max(worst, float(((logits.amax(1) - chosen) / unit).max()))
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    return worst
+
+
+def test_half_precision_over_three_chunks_chooses_the_likeliest_token(groups: GroupPool, tmp_path: Path) -> None:
+    """Of tokens whose logits round alike either may be taken: batches of other sizes may round otherwise."""
+    precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    ldt = {"pipeline_num_layers": THREE_CHUNKS, "cloud": {"data_parallel_size": 2}}
+    base = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "ldt": ldt}
+    configs = [{**base, name: {"enabled": True}} for name in precisions]
+    source = save_model(tmp_path, family="qwen3", num_hidden_layers=sum(map(sum, THREE_CHUNKS)))
+    cases = [{"max_new_tokens": 12, **one} for one in (prompts(1, padded=False), prompts(5, padded=True))]
+    edge, *cloud = groups.run(3, "tests.models.generation:answer_all", str(source), configs, cases, deadline_s=60)
+    assert cloud == [[[None, None]] * 2] * 2
+    for dtype, answers in zip(precisions.values(), edge, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+        for case, answer in zip(cases, answers, strict=True):
+            assert answer.shape[1] == case["input_ids"].shape[1] + 12
+            assert shortfall(model, answer, case) <= 4
+            spoiled = answer.clone()
+            spoiled[0, -1] = (answer[0, -1] + 1) % VOCABULARY
+            assert shortfall(model, spoiled, case) > 4
 
 
 def test_what_cannot_be_chosen_by_is_refused_with_every_fault() -> None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 
+from ds_ldt.lora import lora_config
+from ds_ldt.lora_settings import LoraSettings
 from ds_ldt.models import count_targets, family_of
 from tests.harness import GroupPool
 from tests.models.tiny import tiny_model
@@ -46,6 +49,8 @@ class Case:
     freeze: tuple[str, ...] = ()
     pipeline: tuple[tuple[str, int], ...] = ()
     zero_stage: int = 0
+    halves: bool = False
+    lora: tuple[str, ...] = ()
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -61,8 +66,14 @@ class Case:
                 "cloud": {"data_parallel_size": self.num_domains},
                 "freeze": list(self.freeze),
                 "timeout_s": 60,
+                **({"schedule": {"split_backward": True, "policy": "greedy"}} if self.halves else {}),
+                **({"lora": self.adapters.model_dump()} if self.lora else {}),
             },
         }
+
+    @property
+    def adapters(self) -> LoraSettings:
+        return LoraSettings(target_modules=list(self.lora), init_lora_weights=False)
 
     def config(self) -> Any:
         changes: dict[str, Any] = {}
@@ -76,12 +87,23 @@ class Case:
 
 
 CHECKPOINTED = (("activation_checkpoint_interval", 1),)
+REENTRANT: tuple[tuple[str, int], ...] = (*CHECKPOINTED, ("use_reentrant", True))
+TARGETS = ("qkv", "q_proj", "down_proj")
+"""Of the vision blocks, and of both kinds of blocks."""
 
 CASES: dict[int, list[Case]] = {
     2: [
         Case(name="P=2", matrices=THREE_CHUNKS[2], clipping=0.5),
         Case(name="P=2, two chunks", matrices=EVERY_BLOCK_ON_THE_EDGE, tied=True, optimizer="AdamW"),
         Case(name="sent", matrices=THREE_CHUNKS[2], tied=True, marked=True),
+        Case(
+            name="adapters, backwards in two halves",
+            matrices=THREE_CHUNKS[2],
+            halves=True,
+            lora=TARGETS,
+            pipeline=REENTRANT,
+            marked=True,
+        ),
         Case(name="ViT frozen", matrices=THREE_CHUNKS[2], freeze=(VISION,), pipeline=CHECKPOINTED, optimizer="AdamW"),
     ],
     3: [
@@ -95,7 +117,15 @@ CASES: dict[int, list[Case]] = {
             kinds=("mixed", "text only", "left", "text only"),
             zero_stage=1,
         ),
-        Case(name="P=3", matrices=THREE_CHUNKS[3], optimizer="AdamW"),
+        Case(
+            name="P=2, D=2, backwards in two halves",
+            matrices=THREE_CHUNKS[2],
+            num_domains=2,
+            clipping=0.5,
+            halves=True,
+            pipeline=CHECKPOINTED,
+        ),
+        Case(name="P=3", matrices=THREE_CHUNKS[3], optimizer="AdamW", halves=True, pipeline=REENTRANT),
         Case(name="decoder and merger frozen", matrices=THREE_CHUNKS[3], freeze=("embedding", "merger", TEXT, "head")),
     ],
     5: [Case(name="P=3, D=2", matrices=THREE_CHUNKS[3], num_domains=2, optimizer="AdamW", clipping=0.5)],
@@ -115,10 +145,15 @@ def freeze(model: PreTrainedModel, parts: tuple[str, ...]) -> None:
             parameter.requires_grad_(False)
 
 
-def train_unsplit(directory: Path, case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def train_unsplit(
+    directory: Path, case: Case, adapters: dict[str, Tensor]
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """What transformers computes: one loss over the targets of all micro-batches of a step, one optimizer step."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
     freeze(model, case.freeze)
+    if adapters:
+        model = get_peft_model(model, lora_config(case.adapters))
+        model.load_state_dict(adapters, strict=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     params = {key: value for key, value in OPTIMIZERS[case.optimizer]["params"].items() if key != "torch_adam"}
     optimizer = getattr(torch.optim, case.optimizer)(trained, **params)
@@ -133,7 +168,10 @@ def train_unsplit(directory: Path, case: Case) -> tuple[list[float], list[float]
         losses.append(loss.item())
     with torch.no_grad():
         losses.append(float(loss_of(model, list(batches(list(case.kinds), marked=case.marked, steps=1)))))
-    weights = {published(name): parameter.detach() for name, parameter in model.named_parameters()}
+    if adapters:
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    else:
+        weights = {published(name): parameter.detach() for name, parameter in model.named_parameters()}
     return losses, norms, weights
 
 
@@ -144,14 +182,18 @@ def loss_of(model: PreTrainedModel, step: list[dict[str, Tensor]]) -> Tensor:
 
 
 def compare(case: Case, ranks: list[dict[str, Any]], directory: Path) -> None:
-    losses, norms, wanted = train_unsplit(directory, case)
+    adapters = {name: tensor for rank in ranks for name, tensor in rank["adapters"].items()}
+    losses, norms, wanted = train_unsplit(directory, case, adapters)
+    assert bool(adapters) == bool(case.lora)
     for rank in ranks:
         assert rank["losses"] == ranks[0]["losses"]
         assert rank["losses"] == pytest.approx(losses, abs=1e-5)
         assert rank["norms"] == pytest.approx(norms, rel=1e-4)
+        assert rank["refused"].startswith("ConfigError") and "expected a model of text alone" in rank["refused"]
+        assert bool(rank["late"]) == (case.halves and rank is not ranks[0])
     found: dict[str, Tensor] = {}
     for rank in ranks:
-        for key, tensor in rank["weights"].items():
+        for key, tensor in rank["after" if case.lora else "weights"].items():
             assert torch.equal(found.setdefault(key, tensor), tensor), f"replicas of {key} differ"
     assert found.keys() == wanted.keys()
     errors = {key: float((found[key] - tensor).abs().max()) for key, tensor in wanted.items()}

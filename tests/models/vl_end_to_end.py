@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,9 @@ import ds_ldt
 from ds_ldt.models import family_of, read_hf_config
 from examples import finetune_vl
 from tests.engine.cases import initialize
+from tests.engine.split_backward import Counting
 from tests.engine.wire_record import recorded
+from tests.models.lora_cases import trained
 from tests.models.tiny_vl import vl_batch_of
 
 STEPS = 5
@@ -48,6 +50,8 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     with recorded(sent) if marked else nullcontext():
         module = ds_ldt.models.from_pretrained(case["model"], config=settings)
         engine = initialize(model=module, config=settings)
+        engine._owed = Counting()
+        adapters = trained(engine, case["model"]) if "lora" in settings["ldt"] else {}
         data = batches(kinds, marked=marked) if engine.site == "edge" else None
         losses, norms = [], []
         for _ in range(STEPS):
@@ -62,9 +66,30 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         for index, layer in module.owned_layers().items()
         for key, tensor in layer.state_dict().items()
     }
+    after = trained(engine, case["model"]) if adapters else {}
+    refused = told(engine.generate)
     engine.destroy()
     found = [(name, str(t.dtype), tuple(t.shape)) for name, t in sent if holds(t, kinds)]
-    return {"losses": losses, "norms": norms, "weights": weights, "found": found, "num_sent": len(sent)}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights,
+        "adapters": adapters,
+        "after": after,
+        "late": engine._owed.made,
+        "refused": refused,
+        "found": found,
+        "num_sent": len(sent),
+    }
+
+
+def told(action: Callable[[], object]) -> str:
+    """The error that an action raises."""
+    try:
+        action()
+    except ds_ldt.LDTError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def holds(tensor: Tensor, kinds: list[str]) -> bool:
