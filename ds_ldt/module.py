@@ -73,11 +73,16 @@ class LDTPipelineModule(PipelineModule):
         checkpointable_layers: class names to which activation checkpointing is limited.
         dynamic_shape: whether the micro-batches of a run may differ in shape.
 
+    Attributes:
+        has_engine: True once :func:`ds_ldt.initialize` has made an engine for it.
+
     Raises:
         ConfigError: bad configuration, on every rank before any process group is created; or the sites' configurations
             differ, on every rank.
         LinkError: the ranks did not all meet within ``ldt.timeout_s``.
     """
+
+    has_engine = False
 
     def __init__(
         self,
@@ -120,7 +125,6 @@ class LDTPipelineModule(PipelineModule):
         self.dynamic_shape = dynamic_shape
         self._check()
         frozen = frozen_parameters(self.job.ldt.freeze, parts or {})
-        self.has_engine = False
         self._has_adapters, lora = False, self.job.ldt.lora
         plan = partial(plan_adapters, layers=self._layer_specs, names=layer_names, model_type=model_type)
         self.adapters = None if lora is None else plan(lora)
