@@ -46,6 +46,11 @@ class Row:
     multiple_of_stages: bool = False
     note: str = ""
 
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is something else than ds_ldt."""
+        return not self.policy
+
     def world_size(self, num_stages: int) -> int:
         """Number of processes."""
         return 1 + (num_stages - 1) * self.domains + int(self.edge_last)

@@ -215,10 +215,7 @@ def table(rows: Sequence[Row], setup: Setup, latencies: Sequence[float], cells: 
 
 def room(rows: Sequence[Row], setup: Setup, latencies: Sequence[float], cells: dict[tuple[str, float], Cell]) -> str:
     """What the best peer takes over the lower bounds: more than that no schedule of ours can be ahead of it."""
-    peers = [row.name for row in rows if not row.policy]
-    if not peers:
-        return ""
-    best = [min(cells[name, ratio].step_s for name in peers) for ratio in latencies]
+    best = [min(cells[row.name, ratio].step_s for row in rows if row.is_peer) for ratio in latencies]
     whole, halved = (
         " / ".join(
             f"{seconds / bound(setup, ratio * setup.stage_s, 1, split=split):.2f}"
@@ -299,6 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with open_lanes(rows, setup, over_link=options.link == "namespaces") as lanes:
         cells = measure(lanes, setup, options.latencies, turns=options.turns, steps=options.steps)
     notes = [f"{row.name}: {row.note}." for row in rows if row.note]
+    if any(row.is_peer for row in rows):
+        notes.append(room(rows, setup, options.latencies, cells))
     lines = [table(rows, setup, options.latencies, cells), ""]
     if options.link == "namespaces":
         lines += [traffic(rows, setup, options.latencies[-1], cells), ""]
@@ -308,11 +307,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{setup.message_bytes} bytes of activations, {setup.mbps:g} Mbit/s; medians of {count} steps; "
         f"{machine()}.",
         *notes,
-        room(rows, setup, options.latencies, cells),
     ]
-    sys.stdout.write("\n".join(lines).rstrip() + "\n")
+    sys.stdout.write("\n".join(lines) + "\n")
     if options.into is not None:
-        put_into(options.into, "\n".join(lines).rstrip())
+        put_into(options.into, "\n".join(lines))
     if options.json is not None:
         found = {f"{name} @ {ratio:g}": cell.steps_s for (name, ratio), cell in cells.items()}
         options.json.write_text(json.dumps(found, indent=1))

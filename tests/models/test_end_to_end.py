@@ -37,11 +37,11 @@ def train_unsplit(directory: Path, kinds: tuple[str, ...]) -> tuple[list[float],
 
 
 @pytest.mark.parametrize(
-    "family, tied, num_domains, num_replicas, kinds, split, options",
+    "family, tied, matrix, num_domains, num_replicas, kinds, split, options",
     [
-        ("qwen2", True, 1, 1, KINDS, False, {}),
-        ("llama", False, 2, 1, KINDS, True, {"activation_checkpoint_interval": 1, "matrix": THREE_CHUNKS}),
-        ("qwen3", False, 2, 2, FEW_TARGETS, False, {}),
+        ("qwen2", True, MATRIX, 1, 1, KINDS, False, {}),
+        ("llama", False, THREE_CHUNKS, 2, 1, KINDS, True, {"activation_checkpoint_interval": 1}),
+        ("qwen3", False, MATRIX, 2, 2, FEW_TARGETS, False, {}),
     ],
 )
 def test_S30_trained_and_exported_model_equals_the_unsplit_one(  # noqa: PLR0913 - what varies
@@ -49,13 +49,13 @@ def test_S30_trained_and_exported_model_equals_the_unsplit_one(  # noqa: PLR0913
     tmp_path: Path,
     family: str,
     tied: bool,
+    matrix: list[list[int]],
     num_domains: int,
     num_replicas: int,
     kinds: tuple[str, ...],
     split: bool,
     options: dict[str, Any],
 ) -> None:
-    matrix = options.pop("matrix", MATRIX)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": len(kinds) // num_domains,
