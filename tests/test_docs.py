@@ -290,3 +290,23 @@ def test_quoted_reach_of_the_policy_is_what_the_simulator_gives() -> None:
     sentence = re.search(r"in simulation \(.*?\.\n", read(README), re.S)
     assert sentence is not None
     assert re.findall(r"\b0\.\d\d\b", sentence[0]) == row[4:]
+
+
+def test_quoted_gain_of_split_backwards_is_what_the_simulator_gives() -> None:
+    layout = Layout.build([[2, 9, 9, 8], [2, 0, 0, 0]], num_leading=1, num_trailing=2)
+    sizes = {"num_micro_batches": 32, "num_domains": 1, "num_replicas": 1}
+    whole = PipelineShape.from_layout(layout, **sizes)
+    halves = PipelineShape.from_layout(layout, **sizes, split_backward=True)
+    gains, more = [], []
+    for latency in (1, 2, 4):
+        costs = Costs.uniform(whole, edge=0.25, cloud=1, latency=latency)
+        before, after = (build_plan(shape, policy="auto", costs=costs) for shape in (whole, halves))
+        gains.append(f"{1 - simulate(after, costs).makespan / lower_bound(whole, costs):.1%}".replace("%", " %"))
+        more.append([after.peak_in_flight(rank) - before.peak_in_flight(rank) for rank in range(4)])
+    text = " ".join(read(README).split())
+    assert f"a step is then {gains[0]}, {gains[1]} and {gains[2]} shorter than any with whole backwards can be" in text
+    assert " | ".join(gains) in read(ARCHITECTURE)
+    assert {edge for edge, *_ in more} == {1}
+    assert {count for _, *cloud in more for count in cloud} == {2, 3, 4}
+    assert "the edge holds one micro-batch more in flight" in text
+    assert "a cloud stage two to four more" in text
