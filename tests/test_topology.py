@@ -66,6 +66,7 @@ def test_one_edge_serves_two_domains() -> None:
     assert ranks.pipe_groups() == [[0, 1, 3], [0, 2, 4]]
     assert ranks.data_groups() == [[0], [1, 2], [3, 4]]
     assert ranks.stage_leaders() == [0, 1, 3]
+    assert [ranks.rank_serving(stage=stage, domain=1) for stage in range(3)] == [0, 2, 4]
     assert [ranks.site(rank) for rank in ranks.ranks()] == ["edge", "cloud", "cloud", "cloud", "cloud"]
     assert [list(ranks.domains(rank)) for rank in ranks.ranks()] == [[0, 1], [0], [1], [0], [1]]
     assert [ranks.peers(rank) for rank in ranks.ranks()] == [[1, 2, 3, 4], [0, 3], [0, 4], [0, 1], [0, 2]]

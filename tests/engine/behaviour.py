@@ -101,10 +101,11 @@ def count_label_mismatches(settings: dict[str, Any], steps: int) -> tuple[int, i
     return seen.count(False), len(seen), loss
 
 
-def run_out_of_data(settings: dict[str, Any], num_batches: int) -> dict[str, Any]:
-    """Train from an iterator that ends inside the second step; afterwards the ranks can still talk."""
+def run_out_of_data(settings: dict[str, Any], num_batches: list[int]) -> dict[str, Any]:
+    """Train from iterators, one for each edge replica, that end inside a step; afterwards the ranks can still talk."""
     engine = toy_engine(settings)
-    batches = _batches(settings, num_batches) if on_edge() else None
+    is_edge = dist.get_rank() < len(num_batches)
+    batches = _batches(settings, num_batches[dist.get_rank()]) if is_edge else None
     losses, ended = [], False
     try:
         for _ in range(50):
@@ -112,7 +113,7 @@ def run_out_of_data(settings: dict[str, Any], num_batches: int) -> dict[str, Any
     except StopIteration:
         ended = True
     dist.barrier()
-    more = engine.train_batch(data_iter=_batches(settings, 100) if on_edge() else None).item()
+    more = engine.train_batch(data_iter=_batches(settings, 100) if is_edge else None).item()
     return {"ended": ended, "steps": len(losses), "more": more}
 
 

@@ -119,6 +119,8 @@ def evaluate(settings: dict[str, Any]) -> dict[str, Any]:
             and torch.equal(torch.get_rng_state(), rng)
             and not engine._results.losses
             and not engine._results.outputs
+            and not engine._inputs
+            and not engine._outputs
         )
         if step < 2:
             engine.train_batch(data)

@@ -189,6 +189,14 @@ def test_an_evaluation_runs_a_backward() -> None:
         validate(lower(orders, plan.shape, policy="x", training=False))
 
 
+def test_an_evaluation_makes_weight_gradients() -> None:
+    plan = PLANS["evaluation"]
+    orders = plan.orders()
+    orders[1] = (*orders[1], Compute.parse("W1.0.0"))
+    with pytest.raises(ScheduleError, match=r"an evaluation runs no W1\.0\.0"):
+        validate(lower(orders, plan.shape, policy="x", training=False))
+
+
 def test_a_backward_before_its_forward() -> None:
     plan = PLANS["u"]
     orders = plan.orders()
@@ -257,6 +265,15 @@ def test_the_optimizer_steps_before_the_reduction() -> None:
 
     with pytest.raises(ScheduleError, match="must end with ReduceGrads and OptimizerStep, once"):
         validate(mutated(PLANS["u"], 1, swap))
+
+
+def test_a_row_without_its_end_is_marked_where_it_stops() -> None:
+    plan = PLANS["u"]
+    last = len(plan.for_rank(1)) - 2
+    with pytest.raises(ScheduleError, match=rf"At rank 1 .*, instruction {last}: ReduceGrads"):
+        validate(mutated(plan, 1, lambda row: row.pop()))
+    with pytest.raises(ScheduleError, match="must end with ReduceGrads and OptimizerStep, once"):
+        validate(with_row(plan, 1, []))
 
 
 def test_an_evaluation_steps_the_optimizer() -> None:
