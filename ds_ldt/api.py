@@ -11,6 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
 
 from ds_ldt.config import JobConfig, load_config
+from ds_ldt.coverage import agree_that_all_have_one, given_parameters
 from ds_ldt.engine import LDTPipelineEngine
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.module import LDTPipelineModule
@@ -42,9 +43,10 @@ def initialize(
     Args:
         args: may carry ``deepspeed_config``, a path, in place of ``config``.
         model: an :class:`~ds_ldt.module.LDTPipelineModule`.
-        optimizer: a ``torch.optim.Optimizer`` over this rank's parameters, or a callable that makes one; it wins over
-            the JSON.
-        model_parameters: what to optimize; default all parameters of this rank.
+        optimizer: a ``torch.optim.Optimizer`` over this rank's parameters, or a callable that makes one of
+            ``model_parameters``; it wins over the JSON. It holds all that is trained here, in groups as you like;
+            frozen parameters may be among them.
+        model_parameters: what to optimize, tensors or groups; default all parameters of this rank.
         training_data: map-style data set; used on the edge, ignored and never opened in the cloud.
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer; it wins over the JSON.
         distributed_port: not accepted: the module has already joined the process group.
@@ -62,7 +64,9 @@ def initialize(
         ``(engine, optimizer, training_dataloader, lr_scheduler)``; the data loader is None in the cloud.
 
     Raises:
-        ConfigError: an argument is not accepted, ``config`` differs from the module's, or the module has an engine.
+        ConfigError: an argument is not accepted, ``config`` differs from the module's, or the module has an engine; on
+            every rank: the optimizer of some rank lacks a parameter that is trained, or holds one that is not the
+            module's.
     """
     _refuse(
         distributed_port=distributed_port,
@@ -83,11 +87,12 @@ def initialize(
     _check_open(model)
     model.inject_adapters()
     grid = model.mpu()
+    agree_that_all_have_one(bool(optimizer or model.job.deepspeed.get("optimizer", {}).get("type")), grid)
     engine = LDTPipelineEngine(
         args=None,
         model=model,
         optimizer=optimizer,
-        model_parameters=model_parameters,
+        model_parameters=given_parameters(model, model_parameters),
         training_data=training_data,
         shuffle_seed=shuffle_seed,
         num_workers=num_workers,

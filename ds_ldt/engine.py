@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ds_ldt import checkpointing
 from ds_ldt.announcement import StepKind
+from ds_ldt.coverage import agree_on_coverage
 from ds_ldt.data import build_training_data
 from ds_ldt.deferred import WeightLedger
 from ds_ldt.dropout import Place, rng_untouched
@@ -230,6 +231,11 @@ class LDTPipelineEngine(PipelineEngine):
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Model dtype and gradient accumulation dtype, which is always fp32."""
         return super().get_data_types()[0], torch.float32
+
+    def _check_for_duplicates(self, optimizer: Any) -> None:
+        # Called once the optimizer is made, wherever it is from, and before its parameters are flattened.
+        agree_on_coverage(self.module, optimizer.param_groups, self.mpu)
+        super()._check_for_duplicates(optimizer)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         # The parent has an optimizer for each combination of precision and ZeRO stage; here one class does for all.

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import ds_ldt
 from tests.engine.cases import initialize, toy_module, weights_of
 from tests.toy import Points
 
 DECAYING: dict[str, float] = {"lr": 0.05, "momentum": 0.9}
+DECAYS = (0.5, 0.0)
+"""Weight decay of matrices and of everything else."""
 
 
 def train_by_all(cases: list[tuple[dict[str, Any], str]], steps: int) -> list[dict[str, Any]]:
@@ -36,6 +39,10 @@ def _recipe(source: str, module: ds_ldt.LDTPipelineModule) -> dict[str, Any]:
     if source == "instance":
         optimizer = torch.optim.SGD(module.parameters(), **DECAYING)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+    if source == "groups":  # matrices and vectors apart, and a group without anything
+        parts = [[p for p in module.parameters() if (p.ndim > 1) == matrices] for matrices in (True, False)]
+        groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, DECAYS, strict=True)]
+        return {"optimizer": torch.optim.SGD([*groups, {"params": []}], lr=0.05)}
     if source == "callable":
         return {
             "optimizer": lambda parameters: torch.optim.SGD(parameters, **DECAYING),
@@ -59,3 +66,42 @@ def compiled_equals_eager(settings: dict[str, Any], steps: int) -> dict[str, Any
         ]
         engine.destroy()
     return runs
+
+
+def optimizers_that_do_not_fit(settings: dict[str, Any], adapters: dict[str, Any]) -> dict[str, str]:
+    """What this rank is told of each optimizer that the edge or the cloud brings; "accepted" if nothing."""
+    module, is_edge = toy_module(settings), dist.get_rank() == 0
+    everything = list(module.parameters())
+    copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in everything]
+    given: dict[str, dict[str, Any]] = {
+        "one lacks a bias, there": {"optimizer": sgd(everything if is_edge else everything[:-1])},
+        "callable takes matrices only": {"optimizer": lambda given: sgd([p for p in given if p.ndim > 1])},
+        "listed for the JSON": {"model_parameters": everything[1:]},
+        "another module's": {"optimizer": sgd(copies)},
+        "one more": {"optimizer": sgd([*everything, torch.nn.Parameter(torch.zeros(7))])},
+        "none there": {"optimizer": sgd(everything) if is_edge else None},
+    }
+    found = {name: _told(module, options) for name, options in given.items()}
+    everything[0].requires_grad_(False)
+    found["frozen is left out"] = _told(module, {"optimizer": sgd(everything[1:])})
+    module = toy_module({**settings, "ldt": {**settings["ldt"], "lora": adapters}})
+    early = sgd(module.parameters())
+    found["before adapters"] = _told(module, {"optimizer": early})
+    module.inject_adapters()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    found["after adapters"] = _told(module, {"optimizer": sgd, "model_parameters": trained})
+    return found
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer over these."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _told(module: ds_ldt.LDTPipelineModule, options: dict[str, Any]) -> str:
+    try:
+        engine = ds_ldt.initialize(model=module, **options)[0]
+    except ds_ldt.ConfigError as error:
+        return str(error)
+    engine.destroy()
+    return "accepted"

@@ -13,7 +13,7 @@ from ds_ldt.config import load_config
 from ds_ldt.recipe import recipe_problems
 from tests.engine.cases import config, layout
 from tests.engine.parity import assert_parity
-from tests.engine.recipes import DECAYING
+from tests.engine.recipes import DECAYING, DECAYS
 from tests.harness import GroupPool
 from tests.toy import Points, build_unsplit, layer_classes, train_unsplit
 
@@ -99,7 +99,14 @@ def cases() -> list[tuple[str, dict[str, Any], str, Any]]:
         optimizer = torch.optim.SGD(p, **DECAYING)
         return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
+    def grouped(p: Any) -> tuple[Any, Any]:
+        everything = list(p)
+        parts = [[one for one in everything if (one.ndim > 1) == matrices] for matrices in (True, False)]
+        groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, DECAYS, strict=True)]
+        return torch.optim.SGD(groups, lr=0.05), None
+
     found += [(source, settings(None), source, decaying) for source in ("instance", "callable")]
+    found.append(("groups", settings(None), "groups", grouped))
     return found
 
 
@@ -115,6 +122,32 @@ def test_recipes_of_the_json_and_of_the_script_train_as_in_one_process(groups: G
                 assert rank["rates"] == pytest.approx(rates, rel=1e-6)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+def test_an_optimizer_that_does_not_hold_what_is_trained_is_refused_on_every_rank(groups: GroupPool) -> None:
+    adapters = {"r": 2, "target_modules": ["linear"], "layers_to_transform": [2]}  # in the cloud
+    target = TARGETS + "optimizers_that_do_not_fit"
+    edge, cloud = groups.run(2, target, config(layout(2, 2)), adapters, deadline_s=60)
+    lacks = "optimizer: found one without {}"
+    there = "found one on rank 1 that does not hold exactly what is trained there"
+    foreign = "found one with a tensor of shape (8, 4), a tensor of shape (8,), a tensor of shape (8,)"
+    expected = {
+        "one lacks a bias, there": (there, lacks.format("2.linear.bias")),
+        "callable takes matrices only": (lacks.format("0.linear.bias, 1.norm.weight, 1.norm.bias, 1.linear.bias"),)
+        * 2,
+        "listed for the JSON": (lacks.format("0.linear.weight"), lacks.format("2.norm.weight")),
+        "another module's": (foreign, "2 settings are at fault"),
+        "one more": ("one with a tensor of shape (7,) that the module does not have",) * 2,
+        "none there": ("optimizer: found none on rank 1, and one on the others",) * 2,
+        "frozen is left out": ("accepted", "accepted"),
+        "before adapters": (there, "linear.lora_A.default.weight"),
+        "after adapters": ("accepted", "accepted"),
+    }
+    assert edge.keys() == cloud.keys() == expected.keys()
+    for name, (on_edge, in_cloud) in expected.items():
+        assert on_edge in edge[name], name
+        assert in_cloud in cloud[name], name
+    assert "call module.inject_adapters() before you make the optimizer" in cloud["before adapters"]
 
 
 def test_layers_may_be_compiled_one_by_one(groups: GroupPool) -> None:
