@@ -29,13 +29,13 @@ from ds_ldt.errors import ConfigError, LDTError
 from ds_ldt.json_file import read_json
 from ds_ldt.layout import Layout, VirtualStage
 from ds_ldt.memory_report import MemoryReport, memory_report
-from ds_ldt.modalities import VISION
 from ds_ldt.plan import PipelineShape, Timeline, build_plan
 from ds_ldt.plan.compare import differences
 from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from, memory_warning
 from ds_ldt.plan.policies.depth import Limits
 from ds_ldt.plan.report import TO_CLOUD, TO_EDGE, Report, report_on
 from ds_ldt.plan.trace import read_trace
+from ds_ldt.trained import describe_layers, gradient_boundaries, trained_layers
 
 _SHOWN_DIFFERENCES = 10
 _RANKS_SHOWN = 16
@@ -166,7 +166,7 @@ def _load(options: argparse.Namespace) -> _Job:
         num_micro_batches=config.num_micro_batches,
         num_domains=config.num_domains,
         num_replicas=config.num_replicas,
-        gradient_boundaries=_gradient_boundaries(config.ldt, layout),
+        gradient_boundaries=gradient_boundaries(trained_layers(config.ldt, layout), layout),
         split_backward=config.ldt.schedule.split_backward,
     )
     known = known_from_config(config, layout)
@@ -183,13 +183,6 @@ def _layout(ldt: LDTConfig) -> Layout:
     # Where the edge's cell is empty, they are all it has.
     leading, trailing = (0 if row[0] else 1 for row in (layers[0], layers[-1]))
     return Layout.build(layers, num_leading=leading, num_trailing=trailing, allow_exposed_edge=exposed)
-
-
-def _gradient_boundaries(ldt: LDTConfig, layout: Layout) -> tuple[bool, ...] | None:
-    """Leave out the gradients that a frozen vision encoder does not need; what else is frozen, a model has to say."""
-    if VISION not in ldt.freeze or len(layout.matrices) == 1:
-        return None
-    return tuple(layout.modality_of_boundary(boundary) != VISION for boundary in range(layout.num_boundaries))
 
 
 def _report(job: _Job) -> Report:
@@ -271,6 +264,10 @@ def _layer_lines(job: _Job) -> Iterator[str]:
             f"  virtual stage {virtual.index}  {place} stage {virtual.stage}, chunk {virtual.chunk}  "
             f"{held:<{width}} forward {_seconds(seconds)}"
         )
+    if config.ldt.lora is not None:
+        adapted = trained_layers(config.ldt, layout)
+        where = "anywhere: where exactly, the model decides" if adapted is None else describe_layers(adapted, layout)
+        yield f"adapters     {where}"
 
 
 def _held(layout: Layout, virtual: VirtualStage) -> str:

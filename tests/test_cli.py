@@ -319,6 +319,17 @@ def test_two_modalities_are_listed_and_a_frozen_one_sends_no_gradients(run: Answ
     assert frozen["makespan"] < whole["makespan"]
 
 
+def test_where_adapters_are_decides_which_boundaries_carry_gradients(run: Answers, config: str) -> None:
+    def sent(layers: list[int]) -> list[int]:
+        settings = {"target_modules": ["q_proj"], "layers_to_transform": layers}
+        return list(plan(run, config, "--set", f"ldt.lora={json.dumps(settings)}")["link_messages"].values())
+
+    # 8 micro-batches of 2 domains; the first layer is on the edge and so is the last
+    assert [sent(layers) for layers in ([0, 4], [4], [9])] == [[32, 32], [32, 16], [16, 16]]
+    assert "adapters     layers 4-6, 9" in run("plan", config, "--set", 'lora={"layers_to_transform": [9, 6, 5, 4]}')
+    assert "adapters     anywhere" in run("plan", config, "--set", 'lora={"bias": "all"}')
+
+
 def test_leading_and_trailing_layers_change_no_costs() -> None:
     job, layout = loaded([[1, 4], [2, 0]])
     with_ends = Layout.build([[1, 4], [2, 0]], num_leading=1, num_trailing=2)
