@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from ds_ldt.config import JobConfig, LDTConfig, load_config
 from ds_ldt.errors import ConfigError, LDTError
 from ds_ldt.json_file import read_json
 from ds_ldt.layout import Layout, VirtualStage
-from ds_ldt.memory_report import MemoryReport, memory_report
+from ds_ldt.memory_report import memory_report
 from ds_ldt.plan import PipelineShape, Timeline, build_plan
 from ds_ldt.plan.compare import differences
 from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from, memory_warning
+from ds_ldt.plan.memory import Footprint
 from ds_ldt.plan.policies.depth import Limits
 from ds_ldt.plan.report import TO_CLOUD, TO_EDGE, Report, report_on
 from ds_ldt.plan.trace import read_trace
@@ -194,21 +195,23 @@ def _plan(options: argparse.Namespace) -> str:
     warning = memory_warning(job.config, job.known)
     if warning is not None:
         sys.stderr.write(f"ds-ldt: {warning}\n")
+    footprint = _footprint(options, job)
+    if footprint is not None:  # the model knows what is trained
+        job = replace(job, shape=replace(job.shape, gradient_boundaries=footprint.gradient_boundaries))
     report = _report(job)
-    memory = _memory(options, job, report) if options.memory else None
+    memory = memory_report(job.config, report.plan, job.known, footprint) if options.memory else None
     if options.json:
         return json.dumps(report.document() | ({} if memory is None else {"memory": memory.document()})) + "\n"
     return "\n".join((*_lines(job, report), *(() if memory is None else ("", *memory.lines(report.plan))))) + "\n"
 
 
-def _memory(options: argparse.Namespace, job: _Job, report: Report) -> MemoryReport:
-    footprint = None
-    if options.model is not None:
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed greets
-            from ds_ldt.dry_run import footprint_of
+def _footprint(options: argparse.Namespace, job: _Job) -> Footprint | None:
+    if options.model is None:
+        return None
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed greets
+        from ds_ldt.dry_run import footprint_of
 
-            footprint = footprint_of(job.config, options.model, sequence_length=options.sequence_length)
-    return memory_report(job.config, report.plan, job.known, footprint)
+        return footprint_of(job.config, options.model, sequence_length=options.sequence_length)
 
 
 def _lines(job: _Job, report: Report) -> Iterator[str]:

@@ -7,7 +7,7 @@ So the same kernels are chosen as in training, and the same counter counts what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 from ds_ldt.config import JobConfig
 from ds_ldt.errors import ConfigError
 from ds_ldt.layout import Layout, VirtualStage
+from ds_ldt.lora import plan_adapters
 from ds_ldt.memory import HeldBytes, LiveBytes
 from ds_ldt.models.causal_lm import causal_lm_loss, default_position_ids
 from ds_ldt.models.pretrained import dtype_of
@@ -60,43 +61,57 @@ def footprint_of(job: JobConfig, model: str, *, sequence_length: int) -> Footpri
             expected="a model of text only: how much a picture takes depends on its size",
             fix="leave --model out and name in --costs the file that a run wrote (ldt.measured_costs)",
         )
-    if job.ldt.lora is not None:
-        raise ConfigError.of(
-            "--model",
-            found=model,
-            expected="a configuration without ldt.lora: what adapters take is not estimated yet",
-            fix="leave --model out and name in --costs the file that a run wrote (ldt.measured_costs)",
-        )
     layout = layout_of(job.ldt.pipeline_num_layers, config, allow_exposed_edge=job.ldt.allow_exposed_edge)
+    layers = _build(job, config)
     with FakeTensorMode():
-        layers = _build(job, config)
+        _without_memory(layer.module for layer in layers)
         return _Run(job, layout, layers, sequence_length).footprint()
 
 
 def _build(job: JobConfig, config: PreTrainedConfig) -> list[_Layer]:
+    """Build every layer on the meta device, with its adapters, and freeze what is not trained."""
     family = family_of(config)
-    tied: dict[str, nn.Module] = {}
-    layers = []
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype_of(job))
-    try:
-        with no_init_weights():
-            for spec in family.layers(config):
-                tie = spec.key if isinstance(spec, TiedLayerSpec) else None
-                module: nn.Module = tied[tie] if tie in tied else spec.build()
-                if tie is not None:
-                    tied[tie] = module
-                layers.append(_Layer(func=_function(spec, module), module=module))
-    finally:
-        torch.set_default_dtype(before)
-    modules = {index: layer.module for index, layer in enumerate(layers)}
+    specs = family.layers(config)
+    modules: dict[int, nn.Module] = {}
+    places: dict[str, int] = {}
+    with no_init_weights(), torch.device("meta"):
+        for index, spec in enumerate(specs):
+            first = places.setdefault(spec.key, index) if isinstance(spec, TiedLayerSpec) else index
+            modules[index] = modules[first] if first != index else spec.build()
+    if job.ldt.lora is not None:
+        keys = family.key_map(config)
+        names = [keys.module_name(index) for index in range(keys.num_layers)]
+        adapters = plan_adapters(job.ldt.lora, specs, names=names, model_type=family.name)
+        for index in modules:
+            if adapters.names[index] is not None:
+                modules[index] = adapters.put_into(modules[index], index, seed=0)
     freeze_parameters(modules, frozen_parameters(job.ldt.freeze, family.parts(config)))
-    return layers
+    for module in modules.values():
+        module.to(dtype_of(job))
+    return [_Layer(func=_function(spec, modules[index]), module=modules[index]) for index, spec in enumerate(specs)]
 
 
 def _function(spec: Any, module: nn.Module) -> Callable[[Any], Any]:
     forward_fn = spec.forward_fn if isinstance(spec, TiedLayerSpec) else None
     return module if forward_fn is None else lambda inputs: forward_fn(module, inputs)
+
+
+def _without_memory(modules: Iterable[nn.Module]) -> None:
+    """Move modules from the meta device to fake tensors of the CPU, which run the kernels of a real run.
+
+    PEFT moves what it makes to the device of its base, which modules of fake tensors cannot do.
+    """
+    moved: dict[int, Tensor] = {}
+    for module in {id(part): part for whole in modules for part in whole.modules()}.values():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = moved.setdefault(id(tensor), _fake(tensor))  # type: ignore[assignment]
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 class _Run:

@@ -82,6 +82,11 @@ class Footprint:
     gradient_bytes: tuple[int, ...]
     sample_bytes: int
 
+    @property
+    def gradient_boundaries(self) -> tuple[bool, ...]:
+        """Whether gradients cross each boundary."""
+        return tuple(size > 0 for size in self.gradient_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:

@@ -16,11 +16,17 @@ from tests.engine.memory_cases import LENGTH, MODEL
 from tests.harness import GroupPool
 from tests.models.tiny import tiny_config
 
+ADAPTERS = {"r": 16, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
+IN_THE_CLOUD = {**ADAPTERS, "layers_to_transform": [1, 2], "lora_dropout": 0.1, "use_dora": True}
+
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp32, ZeRO 1": {"zero_optimization": {"stage": 1}},
     "bf16": {"bf16": {"enabled": True}},
     "fp32, checkpoints": {"pipeline": {"activation_checkpoint_interval": 1}},
+    "fp32, adapters": {"ldt": {"lora": ADAPTERS}},
+    "bf16, adapters of the cloud, with dropout": {"bf16": {"enabled": True}, "ldt": {"lora": IN_THE_CLOUD}},
+    "fp32, adapters of the tail": {"ldt": {"lora": {**ADAPTERS, "layers_to_transform": [3]}}},
     "bf16, checkpoints": {"bf16": {"enabled": True}, "pipeline": {"activation_checkpoint_interval": 1}},
 }
 
@@ -30,9 +36,9 @@ def test_S33_the_estimate_is_within_a_fifth_of_what_ranks_hold(
 ) -> None:
     matrix = [[1, 2], [1, 0]]
     tiny_config("llama", num_hidden_layers=4, **MODEL).save_pretrained(tmp_path)
-    ldt = {"schedule": {"measure_steps": 0}}
+    sizes: dict[str, Any] = {"micro_batch_size": 4, "num_micro_batches": 6, "num_domains": 2, "optimizer": "AdamW"}
     cases = [
-        config(matrix, micro_batch_size=4, num_micro_batches=6, num_domains=2, optimizer="AdamW", ldt=ldt, **case)
+        config(matrix, **sizes, **{**case, "ldt": {"schedule": {"measure_steps": 0}, **case.get("ldt", {})}})
         for case in CASES.values()
     ]
     measured = groups.run(3, "tests.engine.memory_cases:peaks", cases, deadline_s=240)

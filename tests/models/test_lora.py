@@ -234,10 +234,18 @@ def test_a_list_of_layers_is_named_by_index_and_has_no_default_targets() -> None
     assert plan.targets == {"model.layers.1.linear", "model.layers.3.linear"}
 
 
-def test_memory_of_adapters_is_not_estimated_rather_than_wrongly(tmp_path: Path) -> None:
-    tiny_config("llama", num_hidden_layers=4).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="what adapters take is not estimated yet"):
-        footprint_of(load_config(CASES[0].settings()), str(tmp_path), sequence_length=8)
+def test_a_dry_run_counts_adapters_as_trained_and_the_rest_as_frozen(tmp_path: Path) -> None:
+    """r (in + out) numbers for each target; hidden size 24, of 4 heads 2 with keys and values; in layers 1 and 2."""
+    config = tiny_config("llama", num_hidden_layers=4)
+    config.save_pretrained(tmp_path)
+    found = footprint_of(load_config(CASES[1].settings()), str(tmp_path), sequence_length=8)
+    hidden, values, wide = config.hidden_size, config.hidden_size // 2, config.intermediate_size
+    adapters = 2 * 8 * (hidden + hidden + hidden + values + wide + hidden)
+    assert [weights.trained for weights in found.weights] == [0, adapters]
+    whole = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    assert sum(weights.frozen for weights in found.weights) == whole
+    assert found.gradient_boundaries == (False, True)
+    assert found.passes[0].held < found.passes[2].held, "nothing is kept for a backward that does not come"
 
 
 def test_names_of_a_model_with_a_vision_encoder_are_those_of_transformers() -> None:
