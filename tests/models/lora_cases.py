@@ -49,29 +49,35 @@ def trained(engine: ds_ldt.LDTPipelineEngine, model: str) -> dict[str, Tensor]:
     }
 
 
+def drawn_by(engine: ds_ldt.LDTPipelineEngine, steps: range) -> Iterator[dict[str, Tensor]] | None:
+    """The micro-batches that this rank draws: on each edge replica those of its domains, in the cloud none."""
+    if engine.site != "edge":
+        return None
+    domains, num_domains = engine.grid.domains, engine.job.num_domains
+    return (batch for place, batch in enumerate(batches(steps)) if place % num_domains in domains)
+
+
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train, save half way; load that into an engine with other adapters and train the second half again."""
     engine = engine_of(case, 1234)
     site_directory = str(Path(case["save_to"], engine.site))
-    is_edge = engine.site == "edge"
     before = trained(engine, case["model"])
     losses, norms = [], []
     for step in range(STEPS):
         if step == HALF:
             engine.save_checkpoint(site_directory)
-        losses.append(float(engine.train_batch(batches(range(step, step + 1)) if is_edge else None)))
+        losses.append(float(engine.train_batch(drawn_by(engine, range(step, step + 1)))))
         norms.append(float(engine.get_global_grad_norm()))
     logits = None
     if case["evaluate"]:
-        data = batches(range(1)) if is_edge else None
-        _, logits = engine.eval_batch(data, return_logits=True)
+        _, logits = engine.eval_batch(drawn_by(engine, range(1)), return_logits=True)
     engine.save_checkpoint(site_directory)
 
     resumed, after_resumed = None, {}
     if case["resume"]:
         again = engine_of(case, 99)
         again.load_checkpoint(site_directory, tag=f"global_step{HALF}")
-        data = batches(range(HALF, STEPS)) if is_edge else None
+        data = drawn_by(again, range(HALF, STEPS))
         resumed = [float(again.train_batch(data)) for _ in range(HALF, STEPS)]
         after_resumed = trained(again, case["model"])
         again.destroy()
@@ -84,6 +90,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "after": trained(engine, case["model"]),
         "after_resumed": after_resumed,
         "frozen": sum(not p.requires_grad for p in engine.module.parameters()),
+        "gradient_boundaries": engine._gradient_boundaries,
         "gradients_sent": instructions.count("SendGrad"),
         "logits": logits,
     }
