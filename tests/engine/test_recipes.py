@@ -133,8 +133,10 @@ def test_an_optimizer_that_does_not_hold_what_is_trained_is_refused_on_every_ran
     foreign = "found one with a tensor of shape (8, 4), a tensor of shape (8,), a tensor of shape (8,)"
     expected = {
         "one lacks a bias, there": (there, lacks.format("2.linear.bias")),
-        "callable takes matrices only": (lacks.format("0.linear.bias, 1.norm.weight, 1.norm.bias, 1.linear.bias"),)
-        * 2,
+        "callable takes matrices only": (
+            lacks.format("0.linear.bias, 1.norm.weight, 1.norm.bias, 1.linear.bias"),
+            lacks.format("2.norm.weight, 2.norm.bias, 2.linear.bias"),
+        ),
         "listed for the JSON": (lacks.format("0.linear.weight"), lacks.format("2.norm.weight")),
         "another module's": (foreign, "2 settings are at fault"),
         "one more": ("one with a tensor of shape (7,) that the module does not have",) * 2,
