@@ -79,9 +79,10 @@ def optimizers_that_do_not_fit(settings: dict[str, Any], adapters: dict[str, Any
         "listed for the JSON": {"model_parameters": everything[1:]},
         "another module's": {"optimizer": sgd(copies)},
         "one more": {"optimizer": sgd([*everything, torch.nn.Parameter(torch.zeros(7))])},
-        "none there": {"optimizer": sgd(everything) if is_edge else None},
     }
     found = {name: _told(module, options) for name, options in given.items()}
+    bare = toy_module({name: value for name, value in settings.items() if name != "optimizer"})
+    found["none there"] = _told(bare, {"optimizer": sgd(bare.parameters()) if is_edge else None})
     everything[0].requires_grad_(False)
     found["frozen is left out"] = _told(module, {"optimizer": sgd(everything[1:])})
     module = toy_module({**settings, "ldt": {**settings["ldt"], "lora": adapters}})

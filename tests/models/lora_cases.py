@@ -58,7 +58,10 @@ def drawn_by(engine: ds_ldt.LDTPipelineEngine, steps: range) -> Iterator[dict[st
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
-    """Train, save half way; load that into an engine with other adapters and train the second half again."""
+    """Train, save half way; load that into an engine with other adapters and train the second half again.
+
+    The masks of dropout depend on the seed, so there the second engine has that of the first.
+    """
     engine = engine_of(case, 1234)
     site_directory = str(Path(case["save_to"], engine.site))
     before = trained(engine, case["model"])
@@ -75,7 +78,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
     resumed, after_resumed = None, {}
     if case["resume"]:
-        again = engine_of(case, 99)
+        again = engine_of(case, case["resume_seed"])
         again.load_checkpoint(site_directory, tag=f"global_step{HALF}")
         data = drawn_by(again, range(HALF, STEPS))
         resumed = [float(again.train_batch(data)) for _ in range(HALF, STEPS)]
