@@ -1,8 +1,9 @@
 """The sends of one channel that are under way, and the text of the errors that a link can give.
 
-Nobody who sends waits. On gloo a send is written to the network by whoever posts it, and the only way to learn that it
-is through is to wait for it. So a thread of each outbound channel does both, in the order of the channel, and then
-drops the handle and the tensor. Where completion can be asked for, no thread is needed.
+Nobody who sends waits. On gloo the only way to learn that a send is through is to wait for it, so each outbound
+channel has a thread that does, in order, and then drops the handle and the tensor. It shares the interpreter with
+whoever sends, and waking it takes longer than sending a small message does: so it sleeps until there is something
+worth letting go of. Where completion can be asked for, no thread is needed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from ds_ldt.plan import Channel
 _MARGIN_S = 5.0
 """What a drain allows on top of the timeout of the send it waits for, so that the send's own error comes first."""
 
+_LINGER_BYTES = 2**20
+"""How much of a channel's messages may be kept without looking whether they are through."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
@@ -40,6 +44,11 @@ class Message:
     micro_batch: int
     tensors: tuple[Tensor, ...]
     works: list[dist.Work] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
 
 def kept(work: dist.Work | None) -> dist.Work:
@@ -109,8 +118,7 @@ class Outbox:
         post: Starts the send of a tensor to the other end of the channel and returns its handle.
         rank: This rank, its source.
         timeout_s: Longest time the peer may take to accept the oldest message.
-        host_wait: True: a thread posts the sends and waits for them; False: the caller posts them, and they are asked,
-            now and then, whether they are through.
+        host_wait: True: a thread waits for the sends; False: they are asked, now and then, whether they are through.
     """
 
     def __init__(
@@ -123,12 +131,13 @@ class Outbox:
         host_wait: bool,
     ) -> None:
         self._channel = channel
-        self._post_tensor = post
+        self._post = post
         self._rank = rank
         self._timeout_s = timeout_s
         self._host_wait = host_wait
         self._pending: deque[Message] = deque()
-        self._num_posted = 0
+        self._num_bytes = 0
+        self._num_bytes_kept = _LINGER_BYTES
         self._changed = threading.Condition()
         self._failure: LinkError | None = None
         self._stopped = False
@@ -137,26 +146,32 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def put(self, message: Message) -> None:
-        """Takes over a message that is to be sent.
+    def put(self, message: Message) -> int:
+        """Posts a message and keeps it until it is through.
+
+        Returns:
+            Bytes of the message.
 
         Raises:
-            LinkError: An earlier send failed.
+            LinkError: It cannot be posted, or an earlier send failed.
         """
         self.check()
         if not self._host_wait:
             while self._pending and all(work.is_completed() for work in self._pending[0].works):
                 self._pending.popleft()
-            self._post(message)
-            self._pending.append(message)
-            return
+        try:
+            for tensor in message.tensors:
+                message.works.append(kept(self._post(tensor)))
+        except Exception as error:  # also what torch says of a group that has been destroyed meanwhile
+            self._failure = self._explain(message, 0.0, error)
+            raise self._failure from error
+        num_bytes = message.num_bytes
         with self._changed:
             self._pending.append(message)
-            self._changed.notify_all()
-        if self._thread is None:
-            name = f"ds_ldt sends: {self._channel}"
-            self._thread = threading.Thread(target=self._send_in_order, name=name, daemon=True)
-            self._thread.start()
+            self._num_bytes += num_bytes
+            if self._host_wait and self._num_bytes > self._num_bytes_kept:
+                self._wake_thread(to_keep=_LINGER_BYTES // 2)
+        return num_bytes
 
     def check(self) -> None:
         """Raises the `LinkError` of the first send that failed, if one has."""
@@ -176,6 +191,8 @@ class Outbox:
             self._pending.clear()
             return
         with self._changed:
+            if self._pending:
+                self._wake_thread(to_keep=-1)
             while self._pending and self._failure is None:
                 oldest = self._pending[0]
                 if not self._changed.wait(self._timeout_s + _MARGIN_S) and self._pending[0] is oldest:
@@ -196,33 +213,43 @@ class Outbox:
         if self._thread is not None:
             self._thread.join(timeout=_MARGIN_S)
 
-    def _send_in_order(self) -> None:
-        while True:
-            with self._changed:
-                while not self._pending and not self._stopped:
-                    self._changed.wait()
-                if self._stopped:
-                    return
-                fresh = list(self._pending)[self._num_posted :]
-            oldest, begin = self._pending[0], time.monotonic()
-            try:
-                for message in fresh:
-                    self._post(message)
-                    self._num_posted += 1
-                for work in oldest.works:
-                    wait_within(work, begin, self._timeout_s)
-            except Exception as error:  # also what torch says of a group that has been destroyed meanwhile
-                with self._changed:
-                    self._failure = self._failure or self._explain(oldest, time.monotonic() - begin, error)
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._pending.popleft()
-                self._num_posted -= 1
-                self._changed.notify_all()
+    def _wake_thread(self, *, to_keep: int) -> None:
+        """Lets the thread wait for sends until no more than so many bytes are kept; below 0: for all of them."""
+        self._num_bytes_kept = to_keep
+        self._changed.notify_all()
+        if self._thread is None:
+            name = f"ds_ldt sends: {self._channel}"
+            self._thread = threading.Thread(target=self._wait_in_order, name=name, daemon=True)
+            self._thread.start()
 
-    def _post(self, message: Message) -> None:
-        message.works.extend(kept(self._post_tensor(tensor)) for tensor in message.tensors)
+    def _wait_in_order(self) -> None:
+        while self._is_to_wait() and self._wait_for_oldest():
+            pass
+
+    def _is_to_wait(self) -> bool:
+        """Sleeps until there is a send to wait for; False: the thread shall end."""
+        with self._changed:
+            while not self._stopped and not (self._pending and self._num_bytes > self._num_bytes_kept):
+                self._num_bytes_kept = _LINGER_BYTES
+                self._changed.wait()
+            return not self._stopped
+
+    def _wait_for_oldest(self) -> bool:
+        """Lets go of the oldest message when it is through; False: it never will be."""
+        oldest, begin = self._pending[0], time.monotonic()
+        try:
+            for work in oldest.works:
+                wait_within(work, begin, self._timeout_s)
+        except Exception as error:  # also what torch says of a group that has been destroyed meanwhile
+            with self._changed:
+                self._failure = self._failure or self._explain(oldest, time.monotonic() - begin, error)
+                self._changed.notify_all()
+            return False
+        with self._changed:
+            self._pending.popleft()
+            self._num_bytes -= oldest.num_bytes
+            self._changed.notify_all()
+        return True
 
     def _explain(self, message: Message, waited_s: float, error: Exception) -> LinkError:
         failure = link_failure(

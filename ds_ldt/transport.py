@@ -7,7 +7,7 @@ A message is the tensors of one micro-batch; each tensor travels on its own, in 
   that open a step are posted in the step before (:mod:`ds_ldt.inbox`).
 * A handle that is dropped loses its message, and a send reads the tensor's own memory: both are kept until it is done.
 * A handle reports completion only to whoever waits on it (`is_completed` stays False before), so each outbound channel
-  has a thread that waits for its sends in order and lets go of their memory.
+  has a thread that waits for its sends in order and lets go of their memory (:mod:`ds_ldt.outbox`).
 * A wait that runs out of time closes the pair for good. It is the end of the job and not a poll: `LinkError`.
 * A message longer than the posted buffer ends the receiving process inside gloo, so signatures are agreed beforehand.
 """
@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -137,9 +136,7 @@ class Transport:
         payload = tuple(tensor.detach().to(self._wire_device).contiguous() for tensor in tensors)
         if self.on_send is not None:
             self.on_send(channel, micro_batch, payload)
-        with self._explained(channel, micro_batch):
-            self._outbox(channel).put(Message(micro_batch=micro_batch, tensors=payload))
-        self.bytes_sent[channel] += sum(tensor.numel() * tensor.element_size() for tensor in payload)
+        self.bytes_sent[channel] += self._outbox(channel).put(Message(micro_batch=micro_batch, tensors=payload))
 
     def receive(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
         """Takes the next message of a channel, waiting for it if need be, and posts a further receive.
@@ -229,9 +226,10 @@ class Transport:
     def _outbox(self, channel: Channel) -> Outbox:
         if channel not in self._outboxes:
             route = self._groups.routes[channel]
+            peer = dist.get_group_rank(route.group, channel.destination)
             self._outboxes[channel] = Outbox(
                 channel=channel,
-                post=partial(dist.isend, dst=channel.destination, group=route.group, tag=route.tag),
+                post=lambda tensor: route.group.send([tensor], peer, route.tag),
                 rank=self._rank,
                 timeout_s=self._timeout_s,
                 host_wait=self._groups.host_wait,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -90,8 +91,15 @@ def _outbox(handles: list[Straw], *, host_wait: bool) -> Outbox:
     return Outbox(channel=CHANNELS[0], post=lambda _: next(left), rank=0, timeout_s=5, host_wait=host_wait)
 
 
-def _message(micro_batch: int, num_tensors: int = 1) -> Message:
-    return Message(micro_batch=micro_batch, tensors=(torch.zeros(1),) * num_tensors)
+def _message(micro_batch: int, num_tensors: int = 1, num_bytes: int = 1) -> Message:
+    return Message(micro_batch=micro_batch, tensors=(torch.zeros(num_bytes, dtype=torch.uint8),) * num_tensors)
+
+
+def _wait_for_length(outbox: Outbox, length: int) -> None:
+    end = time.monotonic() + 10
+    while len(outbox) != length and time.monotonic() < end:
+        time.sleep(0.001)
+    assert len(outbox) == length
 
 
 def test_an_outbox_lets_go_in_order_as_its_sends_end() -> None:
@@ -121,9 +129,28 @@ def test_an_outbox_keeps_the_first_failure_and_shows_it_at_the_next_occasion() -
 
 def test_an_outbox_says_so_when_a_send_cannot_even_be_posted() -> None:
     outbox = _outbox([], host_wait=True)
-    outbox.put(_message(2))
-    with pytest.raises(LinkError, match=r"rank 1 is gone.*micro_batch 2 of the activation"):
-        outbox.drain()
+    for occasion in (lambda: outbox.put(_message(2)), outbox.check, outbox.drain):
+        with pytest.raises(LinkError, match=r"rank 1 is gone.*micro_batch 2 of the activation"):
+            occasion()
+
+
+def test_an_outbox_wakes_its_thread_for_large_messages_and_not_for_small_ones() -> None:
+    """What has been sent is let go of without any call once it is more than 1 MiB, down to half of that."""
+    before = threading.active_count()
+    works = [Straw() for _ in range(6)]
+    for work in works:
+        work.done.set()
+    outbox = _outbox(works, host_wait=True)
+    for micro_batch in range(4):
+        outbox.put(_message(micro_batch, num_bytes=2**18))
+    assert (len(outbox), threading.active_count()) == (4, before)
+    outbox.put(_message(4))
+    _wait_for_length(outbox, 2)
+    assert [len(work.waits) for work in works] == [1, 1, 1, 0, 0, 0]
+    outbox.put(_message(5, num_bytes=2**21))
+    _wait_for_length(outbox, 0)
+    outbox.stop()
+    assert threading.active_count() == before
 
 
 def test_an_outbox_whose_device_waits_asks_and_never_starts_a_thread() -> None:
