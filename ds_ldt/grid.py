@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import namedtuple
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -72,7 +72,7 @@ class LDTPipelineGrid(PipelineParallelGrid):
     name the checkpoint slots, one per stage.
 
     The parent's constructor assumes a cartesian topology and creates dozens of groups, which costs 0.3-0.4 s each
-    at 40 ms round trip; this one creates one per stage, one per site and one that joins the two sites.
+    at 40 ms round trip; this one creates one per stage, one per site and one that joins the two sites, and none twice.
 
     Args:
         topology: where each rank sits.
@@ -100,29 +100,36 @@ class LDTPipelineGrid(PipelineParallelGrid):
         self.ds_model_world_size = self.pipe_parallel_size
         self.ds_model_rank = self.stage_id
 
-        self._groups: dict[str, dist.ProcessGroup] = {}
         self._closed = False
-        self.dp_groups = self.rank_map.data_groups()
-        self.dp_group = self._create_groups("stage", self.dp_groups)
-
         sites = [[r for r in range(self.world_size) if self.rank_map.site(r) == site] for site in ("edge", "cloud")]
         self.site = self.rank_map.site(self.global_rank)
-        self.site_ranks = self._create_groups("site", sites)
         self.site_leaders = [ranks[0] for ranks in sites]
-        self._create_groups("leaders", [self.site_leaders])
+        self.dp_groups = self.rank_map.data_groups()
+        self.dp_group = self._mine(self.dp_groups)
+        self.site_ranks = self._mine(sites)
+        self._groups = self._create_groups({"stage": self.dp_groups, "site": sites, "leaders": [self.site_leaders]})
 
-    def _create_groups(self, name: str, rank_lists: Sequence[Sequence[int]]) -> list[int]:
-        """Create a group for each list, on every rank in the same order; keep the one that holds this rank.
+    def _mine(self, rank_lists: Sequence[Sequence[int]]) -> list[int]:
+        return next(list(ranks) for ranks in rank_lists if self.global_rank in ranks)
+
+    def _create_groups(self, wanted: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, dist.ProcessGroup]:
+        """Create a group for each list of ranks, once, on every rank in the same order.
+
+        Args:
+            wanted: what for -> lists of ranks, of which this rank is in one at most.
 
         Returns:
-            The ranks of that one.
+            What for -> the group that holds this rank.
         """
-        mine: list[int] = []
-        for ranks in rank_lists:
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
-            if self.global_rank in ranks:
-                mine, self._groups[name] = list(ranks), group
-        return mine
+        timeout = timedelta(seconds=self.timeout_s)
+        distinct = dict.fromkeys(tuple(ranks) for rank_lists in wanted.values() for ranks in rank_lists)
+        made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in distinct}
+        return {
+            name: made[tuple(ranks)]
+            for name, rank_lists in wanted.items()
+            for ranks in rank_lists
+            if self.global_rank in ranks
+        }
 
     def _group(self, name: str) -> dist.ProcessGroup | None:
         """A group of this rank, None where it is in none. A closed one must not pass for None, which is the world."""
@@ -157,7 +164,7 @@ class LDTPipelineGrid(PipelineParallelGrid):
         """Destroy the groups of this rank; who asks for one afterwards gets a :class:`~ds_ldt.errors.LinkError`."""
         self._closed = True
         groups, self._groups = self._groups, {}
-        destroy_groups(groups.values())
+        destroy_groups(dict.fromkeys(groups.values()))
 
     @property
     def domains(self) -> range:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
-from ds_ldt.grid import LDTTopology
+from ds_ldt.grid import LDTPipelineGrid, LDTTopology
 from ds_ldt.topology import RankMap
 
 
@@ -55,3 +56,31 @@ def test_with_unequal_sites_edge_ranks_recur_along_the_pipe() -> None:
     assert ours.get_axis_comm_lists("model") == []
     assert ours.get_dim("data") == 2
     assert [tuple(ours.get_coord(rank)) for rank in range(5)] == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    "sizes, groups",
+    [
+        ((2, 1, 2), [[0], [1, 2], [0, 1]]),
+        ((2, 1, 1), [[0], [1], [0, 1]]),
+        ((3, 1, 2), [[0], [1, 2], [3, 4], [1, 2, 3, 4], [0, 1]]),
+    ],
+)
+def test_every_rank_creates_the_same_groups_and_none_twice(
+    sizes: tuple[int, int, int], groups: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group costs some round trips, and has threads of its own."""
+    topo = topology(*sizes)
+    rank_map = topo.rank_map
+    for rank in range(topo.world_size()):
+        made: list[list[int]] = []
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(dist, "get_world_size", topo.world_size)
+        monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, made=made: made.append(ranks) or tuple(ranks))
+        grid = LDTPipelineGrid(topo, timeout_s=9)
+        assert made == groups
+        assert grid.dp_proc_group == tuple(grid.dp_group) == tuple(rank_map.data_groups()[grid.stage_id])
+        assert grid.site_group == tuple(grid.site_ranks)
+        assert rank in grid.site_ranks
+        assert {rank_map.site(other) for other in grid.site_ranks} == {grid.site}
+        assert grid.leader_group == (tuple(grid.site_leaders) if rank in grid.site_leaders else None)
