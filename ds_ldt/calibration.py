@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -32,6 +32,15 @@ _PINGS, _PING_BYTES = 10, 8
 _TRAIN, _WAGON_BYTES = 10, 512 * 1024
 """Messages of a train, and bytes of one."""
 
+_SERVES = {
+    "LoadMicroBatch": Op.FORWARD,
+    "RecvActivation": Op.FORWARD,
+    "SendActivation": Op.FORWARD,
+    "RecvGrad": Op.BACKWARD,
+    "SendGrad": Op.BACKWARD,
+}
+"""Name of an instruction that loads or passes on what a compute takes or gives -> the compute."""
+
 
 class Calibration:
     """The measurement of one rank.
@@ -46,7 +55,7 @@ class Calibration:
         self._rank = rank
         self._num_steps = num_steps
         self._num_begun = 0
-        self._times: defaultdict[tuple[int, Op], list[int]] = defaultdict(list)
+        self._times: defaultdict[tuple[int, Op], Counter[tuple[int, Key]]] = defaultdict(Counter)
         self._sizes: dict[int, int] = {}
 
     @property
@@ -58,7 +67,8 @@ class Calibration:
         """Make handlers for the next training step that do the same and time its computes.
 
         On an accelerator those then wait for the device, so that the time is that of their own work; a measured step
-        is slower than others.
+        is slower than others. A compute takes as long as it keeps its rank busy, so what the rank does to take and
+        pass on its messages is counted in, and waiting for them is not.
 
         Args:
             handlers: instruction type -> handler.
@@ -70,18 +80,29 @@ class Calibration:
         for signatures in step.signatures.values():
             for boundary, signature in enumerate(signatures):
                 self._sizes[boundary] = max(_bytes_of(signature), self._sizes.get(boundary, 0))
-        return {
-            kind: self._timed(OP_OF[kind.__name__], handler) if kind.__name__ in OP_OF else handler
-            for kind, handler in handlers.items()
-        }
+        return {kind: self._timed(kind.__name__, handler) for kind, handler in handlers.items()}
 
-    def _timed(self, op: Op, handler: Handler) -> Handler:
+    def _timed(self, kind: str, handler: Handler) -> Handler:
+        if kind in OP_OF:
+            return self._timed_compute(OP_OF[kind], handler)
+        return self._timed_message(_SERVES[kind], handler) if kind in _SERVES else handler
+
+    def _timed_compute(self, op: Op, handler: Handler) -> Handler:
         def handle(engine: Any, *, key: Key, **kwargs: Any) -> None:
             get_accelerator().synchronize()
             begin = time.perf_counter_ns()
             handler(engine, key=key, **kwargs)
             get_accelerator().synchronize()
-            self._times[key.virtual_stage, op].append(time.perf_counter_ns() - begin)
+            self._times[key.virtual_stage, op][self._num_begun, key] += time.perf_counter_ns() - begin
+
+        return handle
+
+    def _timed_message(self, op: Op, handler: Handler) -> Handler:
+        def handle(engine: Any, *, key: Key, **kwargs: Any) -> None:
+            begin, waited = time.perf_counter_ns(), engine.transport.waited_ns
+            handler(engine, key=key, **kwargs)
+            busy = time.perf_counter_ns() - begin - (engine.transport.waited_ns - waited)
+            self._times[key.virtual_stage, op][self._num_begun, key] += busy
 
         return handle
 
@@ -123,7 +144,10 @@ class Calibration:
 
     def _readings(self, held: Mapping[int, int]) -> dict[Reading, int]:
         return {
-            **{Duration(self._rank, *what): round(statistics.median(times)) for what, times in self._times.items()},
+            **{
+                Duration(self._rank, *what): round(statistics.median(times.values()))
+                for what, times in self._times.items()
+            },
             **{Size(self._rank, boundary): num_bytes for boundary, num_bytes in self._sizes.items()},
             **{Kept(self._rank, virtual_stage): num_bytes for virtual_stage, num_bytes in held.items()},
         }

@@ -45,6 +45,7 @@ class Transport:
 
     Attributes:
         bytes_sent: Channel -> bytes of tensor data handed to it so far.
+        waited_ns: Nanoseconds that the host has waited for messages so far.
         on_send: The hook of that name; may be set later.
     """
 
@@ -62,6 +63,7 @@ class Transport:
         if receive_window < 1:
             raise ConfigError.of("receive_window", found=receive_window, expected="at least 1", fix="raise it")
         self.bytes_sent: Counter[Channel] = Counter()
+        self.waited_ns = 0
         self._rank = rank
         self._groups = groups
         self._device = torch.device(device)
@@ -250,12 +252,13 @@ class Transport:
                 self._outbox(channel).put(Message(micro_batch=STANDING, tensors=ends))
 
     def _wait_for(self, message: Message) -> None:
-        begin = time.monotonic()
+        begin, begin_ns = time.monotonic(), time.perf_counter_ns()
         for work in message.works:
             if self._groups.host_wait:
                 wait_within(work, begin, self._timeout_s)
             else:
                 work.wait()
+        self.waited_ns += time.perf_counter_ns() - begin_ns
 
     @contextmanager
     def _explained(self, channel: Channel, micro_batch: int) -> Iterator[None]:
