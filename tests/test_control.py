@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ds_ldt.announcement import (
     ANNOUNCEMENT_SIZE,
+    MAX_TENSORS,
     Announcement,
     Status,
     StepId,
@@ -27,6 +28,9 @@ from tests.harness import GroupPool
 
 CASES = "tests.transport.control_cases"
 STEP = StepId(kind=StepKind.TRAIN, step=7, domain=1, num_micro_batches=3, fingerprint=short_fingerprint("ab" * 32))
+
+BODY_SIZE = 9
+"""Place in a message of the number that says how many the body has."""
 
 sizes = st.integers(0, 2**40)
 tensors = st.builds(
@@ -97,6 +101,23 @@ def test_the_overflow_message_has_to_be_the_announced_one() -> None:
     for wrong in (None, overflow[:-1], torch.cat([overflow, overflow])):
         with pytest.raises(LinkError, match="from rank 4: .*further numbers came"):
             decode(message, wrong, source=4)
+
+
+def test_numbers_that_nobody_reads_are_refused() -> None:
+    message, _ = encode(_micro_batches(3, distinct=2))
+    message[BODY_SIZE] += 1
+    with pytest.raises(LinkError, match="from rank 4: 1 numbers are left over"):
+        decode(message, source=4)
+
+
+def test_the_longest_possible_body_is_believed_and_one_number_more_is_not() -> None:
+    largest = ((TensorSignature(torch.bool, (1,) * MAX_DIMENSIONS, False),) * MAX_TENSORS,)
+    announcement = Announcement(step=replace(STEP, num_micro_batches=1), signatures=(largest,))
+    message, overflow = encode(announcement)
+    assert decode(message, overflow, source=4) == announcement
+    message[BODY_SIZE] += 1
+    with pytest.raises(LinkError, match="1 signatures in 707 numbers cannot be"):
+        decode_header(message, source=4)
 
 
 def test_something_else_than_an_announcement_is_refused() -> None:

@@ -111,6 +111,11 @@ def test_a_gradient_where_none_is_declared_is_refused() -> None:
         WireGuard(schema, "edge").check_send(0, (torch.zeros(2, requires_grad=True),))
 
 
+def test_a_plain_list_of_layers_sends_a_float_whose_gradient_returns() -> None:
+    WireGuard(DEFAULT_SCHEMA, "edge").check_send(0, (torch.zeros(2, requires_grad=True),))
+    WireGuard(DEFAULT_SCHEMA, "cloud").check_send(0, (torch.zeros(2),), gradients=True)
+
+
 def test_S03_a_declared_gradient_may_be_absent() -> None:
     WireGuard(SCHEMA, "edge").check_send(0, (hidden.detach(), positions))
 
@@ -162,11 +167,18 @@ def test_optional_tensors_stand_at_the_end() -> None:
 
 def test_the_statement_lists_every_tensor_and_what_it_reveals() -> None:
     text = WireSchema(tensors=(HIDDEN, MASK), uniform=True, per_boundary={2: (POSITIONS,)}).describe()
+    assert re.search("padding_mask: bool, 2 dimensions, at most [0-9]+ elements, optional\n", text)
+    assert "optional" not in HIDDEN.reveals + str(HIDDEN)
     for phrase in ("hidden_states", "padding_mask", "boundary 2", "position_ids", "reveals: lengths", HIDDEN.reveals):
         assert phrase in text
     assert "reveals: not stated" in text
     assert "its gradient returns" in text
     assert not re.search(r"\b(secure|private|anonymous)", text, re.IGNORECASE)
+
+
+def test_boundaries_with_the_same_list_are_named_together() -> None:
+    of = {boundary: (HIDDEN,) for boundary in (0, 1, 2, 4, 6, 7)}
+    assert "  boundaries 0-2, 4, 6-7:\n" in WireSchema(tensors=(), uniform=True, per_boundary=of).describe()
 
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)

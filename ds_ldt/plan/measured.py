@@ -207,13 +207,8 @@ def _cells(
 
 
 def _slowest(shape: PipelineShape, readings: Readings, virtual_stage: int, op: Op) -> float | None:
-    nanoseconds = max(_taken(shape, readings, virtual_stage, op), default=0)
+    nanoseconds = max(readings.get(Duration(rank, virtual_stage, op), 0) for rank in range(shape.num_ranks))
     return _rounded(nanoseconds * _NANO) if nanoseconds > 0 else None
-
-
-def _taken(shape: PipelineShape, readings: Readings, virtual_stage: int, op: Op) -> Iterator[int]:
-    for rank in range(shape.num_ranks):
-        yield readings.get(Duration(rank, virtual_stage, op), 0)
 
 
 def _sizes(readings: Readings) -> dict[int, int]:

@@ -176,7 +176,8 @@ def test_the_description_says_what_was_measured_and_what_came_of_it() -> None:
     assert "forward 0.0 10, 0.1 40, 0.2 40, 1.0 10 ms, backward 0.0 20, 0.1 80, 0.2 80, 1.0 20 ms" in text
     assert "21 ms one way, planned for 31.5 ms; 400 Mbit/s, messages of at most 0.07 MB" in text
     assert "Schedule closed_form -> " in text
-    assert "of the bound, at most" in text
+    peaks = [max(map(one.peak_in_flight, range(SHAPE.num_ranks))) for one in (before, after)]
+    assert f"of the bound, at most {peaks[0]} -> {peaks[1]} micro-batches of a domain in flight on a rank" in text
     assert "; of a micro-batch in flight 0.0 1, 0.1 1, 0.2 1, 1.0 1 MB are kept" in text
     assert "as configured: latency" in describe(
         find(SHAPE, readings(), NOTHING, hints=HINTS), before=before, after=after
