@@ -74,9 +74,11 @@ def _now_and_later(engine: ds_ldt.LDTPipelineEngine, steps: int) -> dict[str, An
         "weights": weights_of(engine),
         "optimizer": {name: value.clone() for name, value in optimizer.items()},
         "is_sharded": engine.using_sharded_optimizer,
+        "scaler": engine.optimizer.shard()["loss_scaler"] if engine.using_sharded_optimizer else {},
         "position": engine.training_dataloader.state_dict() if engine.site == "edge" else None,
         "losses": [engine.train_batch().item() for _ in range(steps)],
         "weights_later": weights_of(engine),
+        "scale_later": engine.cur_scale,
     }
 
 

@@ -82,8 +82,8 @@ class Case:
 
     def classes(self) -> list[type[nn.Module]]:
         classes = layer_classes(self.num_layers)
-        if self.model == "sometimes":
-            classes[2] = Sometimes
+        if self.model == "sometimes":  # on the edge, and on the cloud stage
+            classes[1] = classes[2] = Sometimes
         return classes
 
     def freeze(self, layers: dict[int, nn.Module], stage_of: Callable[[int], int]) -> None:
@@ -199,12 +199,21 @@ class Scale:
 
 @dataclass(slots=True)
 class Oracle:
-    """The unsplit run of a case."""
+    """The unsplit run of a case.
+
+    Attributes:
+        trace: losses, norms, weights.
+        scales: the loss scale after each step.
+        lrs: the learning rates of each step.
+        skipped: how many steps were skipped, after each step.
+        uneven: in how many equal shares the domains fall, where in some step a parameter was used by some shares only.
+    """
 
     trace: Trace
     scales: list[float] = field(default_factory=list)
     lrs: list[list[float]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    uneven: set[int] = field(default_factory=set)
 
 
 def train_unsplit(case: Case) -> Oracle:
@@ -229,7 +238,11 @@ def train_unsplit(case: Case) -> Oracle:
     for step in range(case.steps):
         oracle.lrs.append([group["lr"] for group in optimizer.param_groups])
         batches = [next(stream) for stream in streams for _ in range(micro_batches)]
-        total, sums = _gradients(model, trained, batches, dtype, scale.value, micro_batches)
+        total, sums, used = _gradients(model, trained, batches, dtype, scale.value, micro_batches)
+        for shares in (domains, settings["ldt"]["edge"]["data_parallel_size"]):
+            by_share = used.view(shares, -1, len(trained)).any(dim=1)
+            if bool((by_share.any(dim=0) & ~by_share.all(dim=0)).any()):
+                oracle.uneven.add(shares)
         norm = torch.nn.utils.get_total_norm(sums)
         overflow = not bool(norm.isfinite()) or (case.spoiled is not None and case.spoiled[2] == step)
         if not overflow:
@@ -251,18 +264,23 @@ def train_unsplit(case: Case) -> Oracle:
 
 def _gradients(
     model: nn.Module, trained: list[nn.Parameter], batches: list[Any], dtype: torch.dtype, scale: float, divisor: int
-) -> tuple[float, list[Tensor]]:
-    """Mean loss and the fp32 gradients of a step; losses are divided by M, sums by D, as domains are averaged."""
+) -> tuple[float, list[Tensor], Tensor]:
+    """Mean loss and the fp32 gradients of a step; losses are divided by M, sums by D, as domains are averaged.
+
+    What no micro-batch used has a gradient of zero, as in DeepSpeed. Last comes which batch used which parameter.
+    """
     total, sums = 0.0, [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained]
+    used = []
     for inputs, labels in batches:
         loss = nn.functional.mse_loss(model(inputs.to(dtype)), labels.to(dtype))
         total += loss.item() / len(batches)
         ((loss.float() * scale if scale != 1.0 else loss) / divisor).backward()
+        used.append([parameter.grad is not None for parameter in trained])
         for parameter, accumulated in zip(trained, sums, strict=True):
             if parameter.grad is not None:
                 accumulated += parameter.grad.float() * divisor / (scale * len(batches))
                 parameter.grad = None
-    return total, sums
+    return total, sums, torch.tensor(used)
 
 
 def _update(

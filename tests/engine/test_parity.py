@@ -81,6 +81,14 @@ EVERYTHING = [
     if point[1] % point[2] == 0
 ]
 
+BEYOND = [
+    Case(*shape, num_micro_batches, num_chunks, optimizer, gradient_clipping)
+    for shape in ((2, 3, 3), (2, 6, 2), (3, 3, 1), (5, 2, 1), (5, 2, 2))
+    for num_chunks in (2, 3)
+    for num_micro_batches, optimizer, gradient_clipping in ((1, "SGD", 0.0), (4, "AdamW", 0.1), (8, "SGD", 0.1))
+]
+"""Stages, domains and edge replicas in other numbers than those of the matrix; run with all of it."""
+
 
 def _check(groups: GroupPool, cases: list[Case], *, deadline_s: float) -> None:
     world_size = cases[0].world_size
@@ -108,6 +116,6 @@ def test_split_training_equals_unsplit_training(groups: GroupPool, world_size: i
 
 @pytest.mark.parity_full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("topology", sorted({case.topology for case in EVERYTHING}))
+@pytest.mark.parametrize("topology", sorted({case.topology for case in EVERYTHING + BEYOND}))
 def test_split_training_equals_unsplit_training_everywhere(groups: GroupPool, topology: str) -> None:
-    _check(groups, [case for case in EVERYTHING if case.topology == topology], deadline_s=3000)
+    _check(groups, [case for case in EVERYTHING + BEYOND if case.topology == topology], deadline_s=3000)

@@ -48,6 +48,8 @@ BARE = {**AS_HINTED, "allow_exposed_edge": True}
 HALVES = {"split_backward": True}
 ADAMW = {"options": {"optimizer": "AdamW", "gradient_clipping": 0.1}}
 CLIPPED = {"options": {"gradient_clipping": 0.1}}
+DECAY: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}}}
+"""Moves a parameter of which the gradient is zero, and shows wrong factors."""
 
 CASES = {
     "bf16, ZeRO 1": case(BF16, ZERO_1, **ADAMW),
@@ -55,8 +57,9 @@ CASES = {
     "fp16, overflow in the cloud": case(FP16, ZERO_1, spoiled=(1, 1, 1), steps=6),
     "fp16, overflow on the edge": case(FP16, spoiled=(0, 0, 2), steps=5),
     "tied, ZeRO 1": case(ZERO_1, model="tied", **ADAMW),
-    "S14, ZeRO 1": case(ZERO_1, model="sometimes", **CLIPPED),
-    "S14, bf16": case(BF16, ZERO_1, model="sometimes", **CLIPPED),
+    "S14": case(DECAY, model="sometimes", **CLIPPED),
+    "S14, ZeRO 1": case(DECAY, ZERO_1, model="sometimes", **CLIPPED),
+    "S14, bf16": case(DECAY, BF16, ZERO_1, model="sometimes", **CLIPPED),
     "S15": case(ZERO_1, model="bare", matrix=[[0, 3], [0, 0]], options={"ldt": BARE}),
     "nothing trained in the cloud": case(ZERO_1, frozen=(1,)),
     "nothing trained on the edge": case(FP16, frozen=(0,)),
@@ -101,12 +104,18 @@ NUM_RANKS_OF_UNEQUAL = 6
 UNEQUAL = {
     "fp16, ZeRO 1, E = 2, D = 4": case(FP16, ZERO_1, domains=4, replicas=2, spoiled=(0, 1, 1), **CLIPPED),
     "bf16, ZeRO 1, E = 2, D = 4": case(BF16, ZERO_1, domains=4, replicas=2, **ADAMW),
+    "S14, E = 2, D = 4": case(DECAY, domains=4, replicas=2, model="sometimes", options={"num_micro_batches": 1}),
+    "S14, bf16, E = 2, D = 4": case(
+        DECAY, BF16, domains=4, replicas=2, model="sometimes", options={"num_micro_batches": 1}
+    ),
 }
 """Run by `test_parity`, which has them."""
 
 
 def compare(name: str, one: Case, ranks: list[dict[str, Any]]) -> None:
     expected = train_unsplit(one)
+    shares = {one.settings["ldt"][site]["data_parallel_size"] for site in ("edge", "cloud")} - {1}
+    assert expected.uneven == (shares if one.model == "sometimes" else set()), name
     precision = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}[str(one.dtype)]
     for rank in ranks:
         for what in ("losses", "norms", "scales", "skipped", "eval"):

@@ -57,6 +57,11 @@ def drawn_by(engine: ds_ldt.LDTPipelineEngine, steps: range) -> Iterator[dict[st
     return (batch for place, batch in enumerate(batches(steps)) if place % num_domains in domains)
 
 
+def answer(engine: ds_ldt.LDTPipelineEngine, case: dict[str, Any]) -> Tensor | None:
+    """Prompts of this edge replica and what the model answers to them; None in the cloud."""
+    return engine.generate(**(case["prompts"][engine.grid.data_parallel_id] if engine.site == "edge" else {}))
+
+
 def train(case: dict[str, Any]) -> dict[str, Any]:
     """Train, save half way; load that into an engine with other adapters and train the second half again.
 
@@ -68,12 +73,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     losses, norms = [], []
     for step in range(STEPS):
         if step == HALF:
+            answer(engine, case)  # leaves no trace in the steps that follow
             engine.save_checkpoint(site_directory)
         losses.append(float(engine.train_batch(drawn_by(engine, range(step, step + 1)))))
         norms.append(float(engine.get_global_grad_norm()))
     logits = None
     if case["evaluate"]:
         _, logits = engine.eval_batch(drawn_by(engine, range(1)), return_logits=True)
+    answered = answer(engine, case)
     engine.save_checkpoint(site_directory)
 
     resumed, after_resumed = None, {}
@@ -96,6 +103,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "gradient_boundaries": engine._gradient_boundaries,
         "gradients_sent": instructions.count("SendGrad"),
         "logits": logits,
+        "answer": answered,
     }
     engine.destroy()
     return found

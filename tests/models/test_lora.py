@@ -29,6 +29,7 @@ from ds_ldt.trained import gradient_boundaries, trained_layers
 from tests.conversion.models import save_model, tensors_of
 from tests.harness import GroupPool
 from tests.models.lora_cases import HALF, KINDS, STEPS, batches
+from tests.models.test_generation import NEW, prompts, shortfall, wanted
 from tests.models.tiny import ROWS, batch_of, tiny_config
 from tests.models.tiny_vl import tiny_vl_config
 from tests.toy import layer_classes
@@ -331,6 +332,7 @@ def test_adapters_over_two_sites_equal_those_of_the_unsplit_model(
             "save_to": str(tmp_path / case.name),
             "evaluate": case is CASES[0],
             "resume": case.resume,
+            "prompts": PROMPTS[:replicas],
             "resume_seed": 1234 if "lora_dropout" in case.lora else 99,
         }
         cases.append({**folder, "settings": case.settings()})
@@ -392,6 +394,7 @@ def check(case: Case, model: Path, saved: Path, ranks: list[dict[str, Any]]) -> 
         assert torch.equal(loaded.eval()(**batch).logits, wanted_logits), case.name
         if edge["logits"] is not None:
             assert_same_as_split(loaded, edge["logits"])
+    check_answers(case, loaded, [rank["answer"] for rank in ranks])
     check_merged(case, model, saved, loaded)
 
 
@@ -402,6 +405,23 @@ def assert_same_as_split(loaded: PreTrainedModel, found: list[Tensor]) -> None:
     for batch, logits in zip(batches(range(1)), found, strict=True):
         values = loaded(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False).logits
         assert torch.equal(values, logits)
+
+
+PROMPTS = [{**prompts(rows, padded=True, seed=rows), "max_new_tokens": NEW} for rows in (5, 3)]
+
+
+def check_answers(case: Case, loaded: PeftModel, answers: list[Tensor | None]) -> None:
+    """The split model answers what PEFT's model answers with what was exported, and the base model does not."""
+    assert answers[case.replicas :] == [None] * DOMAINS
+    loaded.generation_config.eos_token_id = None
+    for prompt, answer in zip(PROMPTS, answers[: case.replicas], strict=False):
+        if case.is_half:
+            assert shortfall(loaded, answer, prompt) <= 4, case.name
+        else:
+            assert torch.equal(answer, wanted(loaded, prompt)), case.name
+        if "bias" not in case.lora:  # PEFT cannot undo trained biases
+            with loaded.disable_adapter():
+                assert not torch.equal(answer, wanted(loaded, prompt)), case.name
 
 
 def check_merged(case: Case, model: Path, saved: Path, loaded: PeftModel) -> None:
