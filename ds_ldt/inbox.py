@@ -68,10 +68,6 @@ class Inbox:
     opening: Sizes = ()
     standing: deque[Message] = field(default_factory=deque)
     spent: list[Message] = field(default_factory=list)
-    _peer: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._peer = dist.get_group_rank(self.route.group, self.channel.source)
 
     def expect(self, messages: Iterable[tuple[int, Signature]], *, window: int, opening: Sequence[Signature]) -> None:
         """Begins a step.
@@ -128,7 +124,8 @@ class Inbox:
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in buffers)
         message = Message(micro_batch=micro_batch, tensors=tensors)
         for buffer in tensors:
-            message.works.append(kept(self.route.group.recv([buffer], self._peer, self.route.tag)))
+            work = dist.irecv(buffer, self.channel.source, group=self.route.group, tag=self.route.tag)
+            message.works.append(kept(work))
         return message
 
 

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -228,10 +229,9 @@ class Transport:
     def _outbox(self, channel: Channel) -> Outbox:
         if channel not in self._outboxes:
             route = self._groups.routes[channel]
-            peer = dist.get_group_rank(route.group, channel.destination)
             self._outboxes[channel] = Outbox(
                 channel=channel,
-                post=lambda tensor: route.group.send([tensor], peer, route.tag),
+                post=partial(dist.isend, dst=channel.destination, group=route.group, tag=route.tag),
                 rank=self._rank,
                 timeout_s=self._timeout_s,
                 host_wait=self._groups.host_wait,

@@ -130,6 +130,8 @@ def test_S37_a_run_goes_on_with_another_number_of_domains_or_of_edge_replicas(
         for rank in after:
             assert rank["losses"] == pytest.approx(before[0]["losses"], **loss), move.name
             assert rank["position"] in (before[0]["position"], None), move.name
+            assert rank["scaler"] == before[0]["scaler"], move.name
+            assert rank["scale_later"] == before[0]["scale_later"], move.name
             torch.testing.assert_close(rank["weights"], {i: weights[i] for i in rank["weights"]}, atol=0, rtol=0)
             wanted = {index: later[index] for index in rank["weights_later"]}
             torch.testing.assert_close(rank["weights_later"], wanted, atol=weight, rtol=0)
