@@ -5,11 +5,11 @@ No plan of a shape can be faster than any of these:
 - a rank must do its work. For any part of it: nothing of the part can begin before the unloaded travel time to it (the
   *head*, the least over the part), and after its last compute there is at least the unloaded travel time to the end of
   the step (the *tail*). The best part consists of the computes with head >= h and tail >= q, for some h and q.
-- one micro-batch must travel from its first compute to its last.
+- one micro-batch must travel from its first compute to its last: a bound of any rank, with one compute as the part.
 - an edge replica that serves K domains enters them one after another, and lets them leave one after another. The i-th
   domain to enter waits for i-1 first computes, and in the best case leaves as the (K+1-i)-th from the end:
   max over i of i*f + (K+1-i)*b, less the one f and b that the travel times contain already. This is added to the
-  bounds of the cloud ranks and of the travelling micro-batch.
+  bounds of the cloud ranks.
 
 For V = 2, backward twice forward and a cloud stage of t seconds as the bottleneck it is
 3t(M+P-2) + e + 2eK + 2L, with e one edge forward and L the one-way latency.
@@ -50,8 +50,7 @@ def lower_bound(shape: PipelineShape, costs: Costs, *, training: bool = True) ->
         training: Whether backwards run.
     """
     legs = _legs(shape, costs, training=training)
-    crossing = max(leg.head + leg.seconds + leg.tail + _stagger(shape, legs, leaves=leg.travels) for leg in legs)
-    return max(crossing, *(_rank_bound(shape, legs, stage) for stage in range(shape.num_stages)))
+    return max(_rank_bound(shape, legs, stage) for stage in range(shape.num_stages))
 
 
 def _legs(shape: PipelineShape, costs: Costs, *, training: bool) -> tuple[_Leg, ...]:
@@ -82,8 +81,8 @@ def _rank_bound(shape: PipelineShape, legs: Sequence[_Leg], stage: int) -> float
     for head in {leg.head for leg in own}:
         for tail in {leg.tail for leg in own}:
             part = [leg for leg in own if leg.head >= head and leg.tail >= tail]
-            work = sum(leg.seconds for leg in part)
-            if work:
+            if part:
+                work = sum(leg.seconds for leg in part)
                 travels = all(leg.travels for leg in part)
                 turns = 0.0 if is_edge else _stagger(shape, legs, leaves=travels)
                 best = max(best, head + repeats * work + tail + turns)

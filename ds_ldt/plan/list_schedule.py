@@ -69,7 +69,7 @@ def list_orders(
 
 
 def list_schedule(
-    machine: Machine, *, caps: Sequence[int], priority: Priority = pipeline_priority, lead: int = 0
+    machine: Machine, *, caps: Sequence[int], priority: Priority = pipeline_priority
 ) -> tuple[int, JobOrders]:
     """Return the ticks that the list schedule of a machine takes, and its rows.
 
@@ -77,11 +77,9 @@ def list_schedule(
         machine: What to schedule.
         caps: See `list_orders`.
         priority: See `list_orders`.
-        lead: Micro-batches by which a domain of the slice goes before the next one, where priorities are equal. With
-            0 the domains go in step.
     """
     ranks = [priority(kind.op, kind.virtual_stage, machine.shape) for kind in machine.kinds]
-    micro_batches, domains = range(machine.shape.num_micro_batches), range(machine.num_domains)
-    turns = [micro_batch + lead * domain for micro_batch in micro_batches for domain in domains]
+    # Where priorities are equal the domains of a slice go in step.
+    turns = [turn for turn in range(machine.shape.num_micro_batches) for _ in range(machine.num_domains)]
     run = Choose(machine, ranks=ranks, turns=turns, caps=caps)
     return run.play(), run.started

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from ds_ldt.plan import Kind, Plan, build_plan, lower, parse_orders
+from ds_ldt.plan.plan import in_flight_counts
 from tests.plan.shapes import full_shape, shape_of
 
 
@@ -89,3 +90,5 @@ def test_in_flight_counts_from_the_first_to_the_last_compute_of_a_micro_batch() 
     )
     plan = lower(orders, shape, policy="by hand")
     assert (plan.peak_in_flight(0), plan.peak_in_flight(1)) == (2, 1)
+    assert in_flight_counts(orders[0]) == [1, 2, 2, 2, 2, 1, 1, 1]
+    assert in_flight_counts(orders[1]) == [1, 1, 1, 1]

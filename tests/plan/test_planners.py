@@ -19,7 +19,7 @@ from ds_ldt.plan.machine import TICKS_PER_SECOND, JobOrders, Machine
 from ds_ldt.plan.playback import Follow
 from ds_ldt.plan.policies import TRAINING
 from ds_ldt.plan.policies.auto import Candidate, best_of, tried
-from ds_ldt.plan.policies.depth import link_caps
+from ds_ldt.plan.policies.depth import link_caps, round_trip_caps
 from tests.benchmarks import planning
 from tests.plan.shapes import full_shape, shapes
 
@@ -96,10 +96,27 @@ def test_one_domain_reaches_the_bound_with_no_more_in_flight_than_the_link_asks_
             assert all(peak <= cap for peak, cap in zip(best.peaks, within, strict=True))
 
 
+def test_an_evaluation_keeps_no_more_than_its_round_trip_asks_for() -> None:
+    shape = full_shape(3, 2, m=8)
+    costs = Costs.uniform(shape, edge=0.5, cloud=2.0, latency=1.0)
+    assert round_trip_caps(shape, costs, training=False) == (4, 1, 1)
+
+
+def test_of_candidates_as_fast_to_a_part_in_1200_the_shallower_one_wins_and_then_the_first() -> None:
+    def candidate(policy: str, ticks: int, *peaks: int) -> Candidate:
+        return Candidate(policy=policy, orders={}, ticks=ticks, peaks=peaks)
+
+    fast = candidate("fast", 1200, 5, 5)
+    assert best_of([fast, candidate("near", 1201, 5, 4)]).policy == "near"
+    assert best_of([fast, candidate("far", 1202, 5, 4)]).policy == "fast"
+    assert best_of([fast, candidate("same", 1200, 6, 4)]).policy == "fast"
+
+
 def test_the_cap_that_the_link_asks_for_is_the_published_one() -> None:
     shape = full_shape(4, 2, m=32)
     assert link_caps(shape, Costs.uniform(shape, edge=0.25, latency=0.25)) == (6, 5, 4, 3)
     assert link_caps(shape, Costs.uniform(shape, edge=0.25, latency=1.5)) == (8, 7, 6, 5)
+    assert link_caps(shape, Costs.uniform(shape, edge=1.0, cloud=4.0, latency=6.0)) == (8, 7, 6, 5)
     assert link_caps(shape, Costs.uniform(shape, edge=0.25, latency=99.0)) == (32, 32, 32, 32)
 
 
@@ -108,6 +125,12 @@ def test_closed_form_reaches_the_bound_with_one_domain(edge: float) -> None:
     for p, m, latency in points_with_one_domain():
         shape = full_shape(p, 2, m=m)
         assert efficiency(shape, Costs.uniform(shape, edge=edge, latency=latency), policy="closed_form") >= 0.999
+
+
+@pytest.mark.parametrize("p, m, latency", [(5, 32, 0), (2, 16, 4)])
+def test_closed_form_finds_other_numbers_where_the_edge_serves_two_domains(p: int, m: int, latency: float) -> None:
+    shape = full_shape(p, 2, m=m, d=2)
+    assert efficiency(shape, Costs.uniform(shape, edge=0.25, latency=latency), policy="closed_form") >= 0.999
 
 
 @pytest.mark.parametrize("p, d, latency, least", [(3, 1, 0, 0.98), (3, 2, 2, 0.98), (5, 1, 0, 0.96), (5, 1, 4, 0.96)])
@@ -283,6 +306,14 @@ def test_a_hop_can_have_its_own_latency_and_size() -> None:
     slower = replace(costs, hop_latency={0: 3.0}, hop_bytes={1: 50})
     assert simulate(build_plan(shape), costs).makespan == 4 * (1 + 1) == lower_bound(shape, costs)
     assert simulate(build_plan(shape), slower).makespan == 2 * (3 + 1) + 2 * (1 + 5) == lower_bound(shape, slower)
+
+
+def test_hops_inside_the_cloud_can_take_time_and_a_margin_is_on_all_of_them() -> None:
+    shape = full_shape(3, 2, m=1)
+    costs = replace(Costs.uniform(shape, edge=0, cloud=0, latency=1), hop_latency={1: 3.0})
+    for margin in (1, 2):
+        wary = costs.with_margin(margin)
+        assert simulate(build_plan(shape), wary).makespan == margin * 2 * (1 + 3 + 1) == lower_bound(shape, wary)
 
 
 def test_costs_are_values() -> None:

@@ -41,6 +41,15 @@ def test_the_depth_is_the_published_one_where_the_shipped_code_falls_short(
     assert words[:first_unit].count("FE") == published != shipped
 
 
+def test_a_limit_that_the_published_rule_just_keeps_changes_nothing_and_a_lower_one_is_kept() -> None:
+    shape = full_shape(3, 2, m=9)
+    within = (5, 3, 2)
+    assert build_plan(shape, max_in_flight=within) == build_plan(shape)
+    for stage, limit in enumerate(within):
+        plan = build_plan(shape, max_in_flight=(*within[:stage], limit - 1, *within[stage + 1 :]))
+        assert plan.peak_in_flight(stage) == limit - 1
+
+
 def test_a_cloud_stage_warms_up_by_its_distance_from_the_end() -> None:
     shape = full_shape(4, 2, m=5)
     assert order_text(shape, 1).startswith("F1.0.0 F1.1.0 F1.2.0 F1.3.0 B1.0.0 F1.4.0 B1.1.0 B1.2.0")
