@@ -146,11 +146,8 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def put(self, message: Message) -> int:
+    def put(self, message: Message) -> None:
         """Posts a message and keeps it until it is through.
-
-        Returns:
-            Bytes of the message.
 
         Raises:
             LinkError: It cannot be posted, or an earlier send failed.
@@ -164,14 +161,14 @@ class Outbox:
                 message.works.append(kept(self._post(tensor)))
         except Exception as error:  # also what torch says of a group that has been destroyed meanwhile
             self._failure = self._explain(message, 0.0, error)
+            self._pending.append(message)  # some of its tensors may be under way
             raise self._failure from error
-        num_bytes = message.num_bytes
         with self._changed:
             self._pending.append(message)
-            self._num_bytes += num_bytes
-            if self._host_wait and self._num_bytes > self._num_bytes_kept:
-                self._wake_thread(to_keep=_LINGER_BYTES // 2)
-        return num_bytes
+            if self._host_wait:
+                self._num_bytes += message.num_bytes
+                if self._num_bytes > self._num_bytes_kept:
+                    self._wake_thread(to_keep=_LINGER_BYTES // 2)
 
     def check(self) -> None:
         """Raises the `LinkError` of the first send that failed, if one has."""

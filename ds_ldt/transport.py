@@ -139,7 +139,9 @@ class Transport:
         payload = tuple(tensor.detach().to(self._wire_device).contiguous() for tensor in tensors)
         if self.on_send is not None:
             self.on_send(channel, micro_batch, payload)
-        self.bytes_sent[channel] += self._outbox(channel).put(Message(micro_batch=micro_batch, tensors=payload))
+        message = Message(micro_batch=micro_batch, tensors=payload)
+        self._outbox(channel).put(message)
+        self.bytes_sent[channel] += message.num_bytes
 
     def receive(self, channel: Channel, micro_batch: int) -> tuple[Tensor, ...]:
         """Takes the next message of a channel, waiting for it if need be, and posts a further receive.
@@ -252,13 +254,13 @@ class Transport:
                 self._outbox(channel).put(Message(micro_batch=STANDING, tensors=ends))
 
     def _wait_for(self, message: Message) -> None:
-        begin, begin_ns = time.monotonic(), time.perf_counter_ns()
+        begin = time.monotonic()
         for work in message.works:
             if self._groups.host_wait:
                 wait_within(work, begin, self._timeout_s)
             else:
                 work.wait()
-        self.waited_ns += time.perf_counter_ns() - begin_ns
+        self.waited_ns += round((time.monotonic() - begin) * 1e9)
 
     @contextmanager
     def _explained(self, channel: Channel, micro_batch: int) -> Iterator[None]:

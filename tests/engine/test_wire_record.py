@@ -13,6 +13,8 @@ def test_token_ids_and_labels_are_in_no_message_of_any_rank(groups: GroupPool) -
     for rank in (edge, cloud):
         assert rank["control"], "the search finds nothing at all"
         assert rank["num_sent"] > 20
+        recorded, counted = rank["num_bytes"]
+        assert recorded >= counted > 0, "messages passed the record by"
         assert rank["found"] == []
         assert "torch.float64" not in rank["dtypes"], "S54: some accelerators quietly narrow float64"
     assert edge["losses"] == cloud["losses"]

@@ -37,6 +37,11 @@ def recorded(sent: list[tuple[str, Tensor]]) -> Iterator[None]:
         yield
 
 
+def num_bytes_of(sent: list[tuple[str, Tensor]]) -> int:
+    """Bytes of all recorded messages from one rank to another."""
+    return sum(tensor.numel() * tensor.element_size() for name, tensor in sent if name == "isend")
+
+
 def batches() -> tuple[list[dict[str, Tensor]], set[int]]:
     """Eight micro-batches whose ids and labels are numbers that nothing else in a run is; and those numbers."""
     generator = torch.Generator().manual_seed(11)
@@ -74,6 +79,7 @@ def train_and_record(settings: dict[str, Any]) -> dict[str, Any]:
         "losses": losses,
         "found": found,
         "num_sent": len(sent),
+        "num_bytes": (num_bytes_of(sent), engine.transport.bytes_sent.total()),
         "dtypes": sorted({str(tensor.dtype) for _, tensor in sent}),
         "control": _finds_itself(values),
     }

@@ -210,6 +210,8 @@ def assert_nothing_secret_was_sent(case: Case, ranks: list[dict[str, Any]]) -> N
     assert holds(hidden, list(case.kinds))
     for rank in ranks:
         assert rank["num_sent"] > 20
+        recorded, counted = rank["num_bytes"]
+        assert recorded >= counted > 0, "messages passed the record by"
         assert rank["found"] == []
 
 

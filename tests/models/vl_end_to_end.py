@@ -14,7 +14,7 @@ from ds_ldt.models import family_of, read_hf_config
 from examples import finetune_vl
 from tests.engine.cases import initialize
 from tests.engine.split_backward import Counting
-from tests.engine.wire_record import recorded
+from tests.engine.wire_record import num_bytes_of, recorded
 from tests.models.lora_cases import trained
 from tests.models.tiny_vl import vl_batch_of
 
@@ -67,7 +67,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         for key, tensor in layer.state_dict().items()
     }
     after = trained(engine, case["model"]) if adapters else {}
-    refused = told(engine.generate)
+    refused, bytes_sent = told(engine.generate), engine.transport.bytes_sent.total()
     engine.destroy()
     found = [(name, str(t.dtype), tuple(t.shape)) for name, t in sent if holds(t, kinds)]
     return {
@@ -80,6 +80,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "refused": refused,
         "found": found,
         "num_sent": len(sent),
+        "num_bytes": (num_bytes_of(sent), bytes_sent),
     }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.harness import Failure, GroupPool
@@ -74,8 +72,8 @@ def test_S53_a_silent_peer_ends_in_an_error_that_names_everything(
 ) -> None:
     said, took = groups.run(2, f"{CASES}:silent_peer", who_waits)[0]
     assert 1.4 < took < 3.5
-    assert re.search(r"LinkError: rank 0: rank 1 was silent while this rank waited 1\.[5-9] s", said), said
     for words in (
+        "LinkError: rank 0: rank 1 was silent while this rank waited 1.5 s",
         f"micro_batch {micro_batch} of the activation over boundary {flow} of domain 0",
         "ldt.timeout_s = 1.5",
     ):
