@@ -67,7 +67,9 @@ def test_S81_every_name_that_deepspeed_looks_up_is_classified() -> None:
 
 def test_S81_a_new_key_of_a_new_deepspeed_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     source = deepspeed_sources.config_modules()["deepspeed.runtime.config"].read_text()
-    more = "\ndef get_new(d):\n    return get_scalar_param(d, 'brand_new', 0) or 'also_new' in d or d[TRAIN_BATCH_SIZE]"
+    more = (
+        "\ndef get_new(d):\n    return get_scalar_param(d, 'brand_new', 0) or 'also_new' in d or d[TRAIN_BATCH_SIZE]"
+    )
     names = {"new": deepspeed_sources.names_looked_up(source + more, runtime_config)}
     assert unclassified_names(names) == {"new": {"brand_new", "also_new"}}
 
