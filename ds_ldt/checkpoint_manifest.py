@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: what one site has committed under a tag, of which run, of which model.
 
-``<dir>/<tag>/ldt_checkpoint_<site>.json``. Its presence commits the tag on that site. The manifests of both sites carry
+``<dir>/<tag>/ldt_checkpoint_<site>.json``. Its presence commits the tag on that site. The manifests of both sites have
 the same ``save``, which no other checkpoint has: tags repeat from run to run, and directories are copied by hand.
 """
 
@@ -151,16 +151,12 @@ def check_content(directory: Path, files: Mapping[str, str], name: str) -> Path:
 
 def tag_problem(tag: str) -> str | None:
     """Say why a text cannot name a checkpoint, which is a directory beside others; None if it can."""
-    if not tag:
-        return "it is empty"
-    if tag in (".", "..") or any(separator in tag for separator in ("/", "\\", os.sep)):
-        return "it is a path, and a tag is the name of one directory"
-    if tag.startswith("."):
-        return "it begins with a dot, as what is being written does"
-    if tag == LATEST_FILE:
-        return f"{LATEST_FILE} is the file that names the newest tag"
-    if not tag.isprintable() or tag != tag.strip():
-        return "it holds control characters, or blanks at its ends"
-    if len(tag.encode()) > MAX_TAG_BYTES:
-        return f"it has {len(tag.encode())} bytes, at most {MAX_TAG_BYTES} are allowed"
-    return None
+    faults = {
+        "it is empty": not tag,
+        "it is a path, and a tag is the name of one directory": any(part in tag for part in ("/", "\\", os.sep)),
+        "it begins with a dot, as what is being written does": tag.startswith("."),
+        f"{LATEST_FILE} is the file that names the newest tag": tag == LATEST_FILE,
+        "it holds control characters, or blanks at its ends": not tag.isprintable() or tag != tag.strip(),
+        f"it has more than {MAX_TAG_BYTES} bytes": len(tag.encode(errors="replace")) > MAX_TAG_BYTES,
+    }
+    return next((fault for fault, found in faults.items() if found), None)
