@@ -82,6 +82,8 @@ class CheckpointDirectory:
                 _remove(target, manifest.files)
             if earlier:
                 self._take_back(manifest.tag)
+        shutil.rmtree(aside, ignore_errors=True)
+        self._text_aside(place).unlink(missing_ok=True)
         self.discard(manifest.tag)
         if target.is_dir() and not any(target.iterdir()):
             target.rmdir()
@@ -160,8 +162,11 @@ class CheckpointDirectory:
                 else:
                     shutil.rmtree(aside)
 
+    def _text_aside(self, path: Path) -> Path:
+        return path.with_name(f".{path.name}.{self._site}.text")
+
     def _replace_text(self, path: Path, text: str) -> None:
-        aside = path.with_name(f".{path.name}.{self._site}.text")
+        aside = self._text_aside(path)
         write_text(aside, text)
         os.replace(aside, path)
         _sync(path.parent)
