@@ -107,9 +107,9 @@ def _in_json(annotation: Any) -> Any:
         kept = [one for one in get_args(annotation) if one is not torch.Tensor]
         return reduce(or_, map(_in_json, kept))
     if get_origin(annotation) is tuple:
-        return tuple[tuple(_in_json(one) for one in get_args(annotation))]  # type: ignore[misc]
+        return types.GenericAlias(tuple, tuple(_in_json(one) for one in get_args(annotation)))
     if get_origin(annotation) in _LISTS:
-        return list[_in_json(get_args(annotation)[0])]  # type: ignore[misc]
+        return types.GenericAlias(list, (_in_json(get_args(annotation)[0]),))
     return annotation
 
 
@@ -119,7 +119,7 @@ def _of_default(default: object) -> Any:
     if isinstance(default, str):
         return str
     if isinstance(default, tuple | list):
-        return tuple[(float,) * len(default)]
+        return types.GenericAlias(tuple, (float,) * len(default))
     if default is inspect.Parameter.empty:
         return float | list[float]
     return float
