@@ -98,3 +98,21 @@ def agree(job: JobConfig, grid: LDTPipelineGrid, *, num_layers: int, wire: WireS
     problems = differences(edge, cloud)
     if problems:
         raise ConfigError.from_problems(problems)
+
+
+def agree_on(values: Mapping[str, object], grid: LDTPipelineGrid) -> None:
+    """Compare values of a script, such as the number of its steps, between the sites. All ranks call it.
+
+    Args:
+        values: by what names them, e.g. ``--steps``. They cross the link: name nothing that belongs to the edge alone.
+        grid: the groups.
+
+    Raises:
+        ConfigError: on every rank of both sites, if they differ; all differences are listed.
+        LinkError: the other site did not answer within ``ldt.timeout_s``.
+    """
+    with bounded("the comparison of the two sites' arguments", grid):
+        edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(_as_texts(values)), grid))
+    problems = differences(edge, cloud, fix="give both sites the same")
+    if problems:
+        raise ConfigError.from_problems(problems, where="what the two sites were started with")

@@ -7,7 +7,8 @@ the loss; ``BackwardPass`` and ``SendGrad`` retrace the way; ``ReduceGrads`` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -23,6 +24,7 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_ldt import checkpointing
+from ds_ldt.agreement import agree_on
 from ds_ldt.announcement import StepKind
 from ds_ldt.coverage import agree_on_coverage
 from ds_ldt.data import build_training_data
@@ -35,6 +37,7 @@ from ds_ldt.intake import Intake, Step
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.observation import Observer
 from ds_ldt.optimizer import LDTShardedOptimizer, check_elementwise
+from ds_ldt.output_paths import check_directory, end_monitoring_at_errors
 from ds_ldt.plan import Channel
 from ds_ldt.planning import Planner, agree_on_gradient_boundaries, receive_window
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice
@@ -71,6 +74,7 @@ class LDTPipelineEngine(PipelineEngine):
         self._under_construction = True
         super().__init__(training_data=None, **kwargs)
         self._under_construction = False
+        end_monitoring_at_errors(self.monitor)
         self.using_sharded_optimizer = isinstance(self.optimizer, LDTShardedOptimizer)
         self.job = self.module.job
         self.site = self.grid.site
@@ -465,6 +469,36 @@ class LDTPipelineEngine(PipelineEngine):
             self.eval_return_logits = False
             self._keep_of_outputs = _everything
             self._results.clear()
+
+    def check_save_dir(self, save_dir: str | os.PathLike[str] | None, *, setting: str = "save_dir") -> None:
+        """Try on every rank whether checkpoints can be written; call it before the first step.
+
+        Nothing is left behind. A directory that does not exist yet is fine if it can be made.
+
+        Args:
+            save_dir: directory of this site; None on every rank of both sites if nothing will be saved.
+            setting: what names it, for the error, e.g. ``--save``.
+
+        Raises:
+            ConfigError: on every rank of both sites: some rank cannot write, or only some ranks have a directory.
+            LinkError: a rank did not take part.
+        """
+        check_directory(save_dir, self.grid, setting=setting)
+
+    def agree_on(self, values: Mapping[str, object]) -> None:
+        """Check that both sites were started with the same values; call it before the first step.
+
+        Each site starts the script on its own. If they differ in the number of steps or in when they save, one waits
+        for the other until ``ldt.timeout_s`` is over.
+
+        Args:
+            values: by what names them, e.g. ``{"--steps": 100}``. They cross the link.
+
+        Raises:
+            ConfigError: on every rank of both sites, if they differ; all differences are listed.
+            LinkError: the other site did not take part.
+        """
+        agree_on(values, self.grid)
 
     def save_checkpoint(
         self,

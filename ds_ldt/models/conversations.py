@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,11 +23,13 @@ from transformers.image_utils import load_image
 
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.models.batch import IGNORE_INDEX
+from ds_ldt.models.texts import check_directory_with
 
 IMAGE_MARK = "<image>"
 
 _ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _LABEL_ROLE = "assistant"
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class ImageTextProcessor(Qwen2_5_VLProcessor):
@@ -42,6 +45,24 @@ class ImageTextProcessor(Qwen2_5_VLProcessor):
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, *, allow_download: bool = False, **options: Any) -> Self:
+        """Read what is published with a model, from a directory of this machine; nothing is asked of a network.
+
+        Args:
+            directory: Where it is; a directory written by `hf_to_ds_ldt.py` for the edge holds it.
+            allow_download: Take it for the name of a model on a hub where there is no such directory.
+            options: Passed on to transformers.
+
+        Raises:
+            ConfigError: There is no such directory, or no image processor in it.
+        """
+        if not (allow_download and not os.path.lexists(directory)):
+            check_directory_with(directory, _PROCESSOR_FILES, what="image processor", setting="processor")
+        options.setdefault("local_files_only", not allow_download)
+        processor: Self = super().from_pretrained(str(directory), **options)
+        return processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,7 @@ def test_module_gets_what_the_family_says(on: Any, saved: Path) -> None:
     assert len(module.layers) == 7
     assert module.options.pop("wire").tensors[0].name == "hidden_states"
     names = module.options.pop("layer_names")
+    assert module.options.pop("batch_fn").batch_fn is prepare_batch
     assert (names[0], names[4], names[6]) == ("model.embed_tokens", "model.layers.3", "lm_head")
     assert module.options == {
         "model_type": "qwen2",
@@ -101,7 +102,6 @@ def test_module_gets_what_the_family_says(on: Any, saved: Path) -> None:
         "depths": None,
         "local_layers": (),
         "parts": {"embedding": (0,), "text_decoder": (1, 2, 3, 4), "head": (5, 6)},
-        "batch_fn": prepare_batch,
         "count_targets": count_targets,
         "loss_reduction": "token",
         "base_seed": 7,
