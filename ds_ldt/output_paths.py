@@ -1,7 +1,7 @@
 """Are the places writable that a job will write to? Tried on every rank before the first step, not after the last.
 
-Permission bits do not tell: root passes them, and a mount may be read-only or full. So each rank writes a file where it
-will write later, and removes it again. Directories that do not exist yet are tried under another name, inside the
+Permission bits do not tell: root passes them, and a mount may be read-only or full. So each rank writes a file where
+it will write later, and removes it again. Directories that do not exist yet are tried under another name, inside the
 nearest one that does, so that ranks which share a place are not in each other's way and nothing is left behind.
 """
 
@@ -208,8 +208,7 @@ def _problems(failures: Iterable[_Failure], grid: LDTPipelineGrid) -> list[Confi
         ConfigProblem(
             key=setting,
             found=Absent(
-                f'{"a path of the edge" if path is None else _quoted(path)}, to which {_named(numbers)} ({site}) cannot '
-                f"write: {reason}"
+                f"{_quoted(path)}, to which {_named(numbers)} ({site}) cannot write: {reason}"
             ),
             expected="a place where files can be made",
             fix=f"name another one on the {site}, or make this one writable there",
@@ -224,8 +223,8 @@ def _named(ranks: list[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
 
-def _quoted(path: str) -> str:
-    return f'"{path}"'
+def _quoted(path: str | None) -> str:
+    return "a path of the edge" if path is None else f'"{path}"'
 
 
 def _short(path: str) -> str:

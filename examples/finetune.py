@@ -145,9 +145,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def main() -> None:
-    """Read the data, build this rank's part of the model, train it, save it."""
-    args = arguments()
+def finetune(args: argparse.Namespace) -> dict[str, Any]:
+    """Read the data, build this rank's part of the model, train and save it; return what was reached."""
     torch.manual_seed(args.seed)
     job = ds_ldt.load_config(args.config)
     training = held_out = None
@@ -161,8 +160,9 @@ def main() -> None:
         print(f"held-out loss {before:.4f} before and {after:.4f} after training")
         (args.save / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
     engine.destroy()
-    comm.destroy_process_group()
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    finetune(arguments())
+    comm.destroy_process_group()

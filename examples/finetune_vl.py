@@ -218,7 +218,8 @@ def finetune(args: argparse.Namespace) -> dict[str, Any]:
     if engine.global_rank == 0:
         losses = result["losses"]
         print(f"loss {losses[0]:.4f} in the first step and {losses[-1]:.4f} in step {len(losses)}")
-        print(f"held-out loss {result['held_out_before']:.4f} before and {result['held_out_after']:.4f} after training")
+        before, after = result["held_out_before"], result["held_out_after"]
+        print(f"held-out loss {before:.4f} before and {after:.4f} after training")
         if args.save is not None:
             (args.save / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
     engine.destroy()
