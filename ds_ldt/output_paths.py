@@ -207,9 +207,7 @@ def _problems(failures: Iterable[_Failure], grid: LDTPipelineGrid) -> list[Confi
     return [
         ConfigProblem(
             key=setting,
-            found=Absent(
-                f"{_quoted(path)}, to which {_named(numbers)} ({site}) cannot write: {reason}"
-            ),
+            found=Absent(f"{_quoted(path)}, to which {_named(numbers)} ({site}) cannot write: {reason}"),
             expected="a place where files can be made",
             fix=f"name another one on the {site}, or make this one writable there",
         )

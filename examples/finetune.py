@@ -43,9 +43,7 @@ def read_rows(option: str, path: Path | None, args: argparse.Namespace, *, neede
     """Return a text as token ids (N, sequence length), of which there have to be so many rows. Edge only."""
     from ds_ldt.models.texts import load_tokenizer, read_text
 
-    tokenizer = load_tokenizer(
-        args.tokenizer or args.model, setting="--tokenizer", allow_download=args.allow_download
-    )
+    tokenizer = load_tokenizer(args.tokenizer or args.model, setting="--tokenizer", allow_download=args.allow_download)
     if path is None:
         from pydoc_data.topics import topics  # Python's own reference manual, 465k characters of prose
 
@@ -97,9 +95,7 @@ def train(engine: ds_ldt.LDTPipelineEngine, held_out: Blocks | None, args: argpa
     tokens = engine.train_batch_size() * args.sequence_length
     result = saver.state or {"held_out_before": measure(), "tokens_per_step": tokens, "steps": [], "evaluations": []}
     done = engine.global_steps
-    with tqdm(
-        total=args.steps, initial=done, desc="fine-tuning", unit="step", disable=engine.global_rank != 0
-    ) as bar:
+    with tqdm(total=args.steps, initial=done, desc="fine-tuning", unit="step", disable=engine.global_rank != 0) as bar:
         for step in range(done + 1, args.steps + 1):
             started = time.monotonic()
             loss = float(engine.train_batch())

@@ -185,9 +185,7 @@ def train(
     )
     result = saver.state or {"held_out_before": measure(), "losses": [], "evaluations": []}
     done = engine.global_steps
-    with tqdm(
-        total=args.steps, initial=done, desc="fine-tuning", unit="step", disable=engine.global_rank != 0
-    ) as bar:
+    with tqdm(total=args.steps, initial=done, desc="fine-tuning", unit="step", disable=engine.global_rank != 0) as bar:
         for step in range(done + 1, args.steps + 1):
             result["losses"].append(float(engine.train_batch()))
             bar.set_postfix_str(f"loss {result['losses'][-1]:.4f}", refresh=False)
