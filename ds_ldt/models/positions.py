@@ -1,4 +1,4 @@
-"""Are samples longer than the model was made for? The sines and cosines go on beyond it, so nothing fails by itself."""
+"""Are samples longer than the model was made for? Rope goes on beyond that, so nothing fails by itself."""
 
 from __future__ import annotations
 
