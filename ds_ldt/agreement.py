@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.config import get_gradient_clipping
 
 from ds_ldt.config import JobConfig
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.grid import LDTPipelineGrid
-from ds_ldt.reduce import bounded, exchange_text
+from ds_ldt.identity import ModelFingerprint
+from ds_ldt.reduce import bounded, exchange_text, sum_over_sites
 from ds_ldt.wire import WireSchema
 
 # What decides the arithmetic of a step. Paths, monitors and printing may differ between the sites.
@@ -44,15 +48,34 @@ def shared_settings(job: JobConfig) -> dict[str, str]:
     return _as_texts(settings)
 
 
-def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[str, str]:
-    """The facts that both sites must agree on, as short texts by name: the shared settings and the model's part."""
+def shared_facts(
+    job: JobConfig, *, layers: Sequence[Any], wire: WireSchema, base_seed: int, fingerprint: ModelFingerprint | None
+) -> dict[str, str]:
+    """The facts that both sites must agree on, as short texts by name: the shared settings and the model's part.
+
+    Args:
+        job: the configuration.
+        layers: every layer of the model, as specs, modules or functions.
+        wire: what may cross a boundary.
+        base_seed: seed of initial weights and of what layers draw.
+        fingerprint: which model it is, if that is known.
+    """
     model: dict[str, Any] = {
-        "number of layers": num_layers,
+        "number of layers": len(layers),
+        "kinds of layers": [_kind(layer) for layer in layers],
+        "base_seed": base_seed,
         "wire schema": [[str(t) for t in wire.tensors], wire.uniform],
+        **({} if fingerprint is None else fingerprint.facts()),
     }
     if wire.per_boundary:
         model["wire schema by boundary"] = _by_boundary(wire)
     return shared_settings(job) | _as_texts(model)
+
+
+def _kind(layer: Any) -> str:
+    """The name of a layer's class; of a function, which may be made anew on each site, only that it is one."""
+    made = layer.typename if isinstance(layer, LayerSpec) else type(layer)
+    return str(getattr(made, "__name__", "function"))
 
 
 def _as_texts(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -85,23 +108,24 @@ def differences(
     ]
 
 
-def agree(job: JobConfig, grid: LDTPipelineGrid, *, num_layers: int, wire: WireSchema) -> None:
-    """Compare the facts of the two sites.
+def agree(job: JobConfig, grid: LDTPipelineGrid, **model: Any) -> None:
+    """Compare the facts of the two sites, and within each site those of every rank.
+
+    Args:
+        job: the configuration.
+        grid: the groups.
+        model: the rest of what :func:`shared_facts` takes.
 
     Raises:
         ConfigError: on every rank of both sites, if they differ; all differences are listed.
         LinkError: the other site did not answer within ``ldt.timeout_s``.
     """
-    mine = shared_facts(job, num_layers=num_layers, wire=wire)
     with bounded("the comparison of the two sites' configurations", grid):
-        edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(mine), grid))
-    problems = differences(edge, cloud)
-    if problems:
-        raise ConfigError.from_problems(problems)
+        _compare(shared_facts(job, **model), grid, of="JSON and the same model", within="settings within a site")
 
 
 def agree_on(values: Mapping[str, object], grid: LDTPipelineGrid) -> None:
-    """Compare values of a script, such as the number of its steps, between the sites. All ranks call it.
+    """Compare values of a script, such as the number of its steps, on every rank of both sites.
 
     Args:
         values: by what names them, e.g. ``--steps``. They cross the link: name nothing that belongs to the edge alone.
@@ -112,7 +136,40 @@ def agree_on(values: Mapping[str, object], grid: LDTPipelineGrid) -> None:
         LinkError: the other site did not answer within ``ldt.timeout_s``.
     """
     with bounded("the comparison of the two sites' arguments", grid):
-        edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(_as_texts(values)), grid))
-    problems = differences(edge, cloud, fix="give both sites the same")
-    if problems:
-        raise ConfigError.from_problems(problems, where="what the two sites were started with")
+        _compare(_as_texts(values), grid, of="arguments", within="arguments within a site")
+
+
+def _compare(mine: Mapping[str, str], grid: LDTPipelineGrid, *, of: str, within: str) -> None:
+    edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(mine), grid))
+    problems = differences(edge, cloud, fix=f"give both sites the same {of}")
+    others = _differences_within(mine, edge if grid.site == "edge" else cloud, grid, of=of)
+    odd = torch.tensor([int(bool(others))], dtype=torch.int32, device=get_accelerator().current_device_name())
+    num_odd = int(sum_over_sites(odd, grid))
+    if problems or others:
+        raise ConfigError.from_problems([*problems, *others])
+    if num_odd:
+        raise ConfigError.of(
+            within,
+            found=Absent(f"{num_odd} rank(s) that differ from the first rank of their site"),
+            expected=f"the same {of} on every machine of a site",
+            fix="see the messages of those ranks",
+        )
+
+
+def _differences_within(
+    mine: Mapping[str, str], leaders: Mapping[str, str], grid: LDTPipelineGrid, *, of: str
+) -> list[ConfigProblem]:
+    """What this rank was told otherwise than the first rank of its site: machines of a site have copies, too."""
+    return [
+        ConfigProblem(
+            key=name,
+            found=Absent(
+                f"{leaders.get(name, 'nothing')} on rank {grid.site_ranks[0]}, {mine.get(name, 'nothing')} on rank "
+                f"{grid.global_rank} of the {grid.site}"
+            ),
+            expected="the same on every rank of a site",
+            fix=f"give every machine of a site the same {of}",
+        )
+        for name in sorted({*mine, *leaders})
+        if mine.get(name) != leaders.get(name)
+    ]

@@ -21,6 +21,7 @@ from ds_ldt.config import JobConfig, load_config
 from ds_ldt.dropout import Place
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.grid import LDTPipelineGrid, LDTTopology
+from ds_ldt.identity import ModelFingerprint
 from ds_ldt.launch import init_distributed, prepare_environment
 from ds_ldt.layout import Layout
 from ds_ldt.lora import plan_adapters
@@ -65,6 +66,7 @@ class LDTPipelineModule(PipelineModule):
             parameters of a layer whose names start so.
         layer_names: for ``ldt.lora``, the name of each layer in the unsplit model; default ``model.layers.{index}``.
         model_type: for ``ldt.lora``, whose default target modules to take, by transformers' name.
+        fingerprint: the model that both sites and every checkpoint have to be of; None where that is not known.
         base_seed: seed of the initial weights, layer i uses ``base_seed + i``; and of what layers draw in training
             (see :mod:`ds_ldt.dropout`).
         activation_checkpoint_interval: checkpoint activations every so many layers; 0 turns it off. A value in the
@@ -103,6 +105,7 @@ class LDTPipelineModule(PipelineModule):
         parts: Mapping[str, Iterable[int | tuple[int, str]]] | None = None,
         layer_names: Sequence[str] | None = None,
         model_type: str | None = None,
+        fingerprint: ModelFingerprint | None = None,
         base_seed: int = 1234,
         activation_checkpoint_interval: int = 0,
         checkpointable_layers: list[str] | None = None,
@@ -123,6 +126,7 @@ class LDTPipelineModule(PipelineModule):
         self.sent_shapes = sent_shapes
         self.wire = _wire_schema(wire)
         self.dynamic_shape = dynamic_shape
+        self.fingerprint = fingerprint
         self._check()
         frozen = frozen_parameters(self.job.ldt.freeze, parts or {})
         self._has_adapters, lora = False, self.job.ldt.lora
@@ -132,7 +136,14 @@ class LDTPipelineModule(PipelineModule):
         init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
         self._topo = LDTTopology(RankMap.from_config(self.job))
         self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
-        agree(self.job, self._grid, num_layers=self._num_layers, wire=self.wire)
+        agree(
+            self.job,
+            self._grid,
+            layers=self._layer_specs,
+            wire=self.wire,
+            base_seed=base_seed,
+            fingerprint=fingerprint,
+        )
         self.world_group = dist.group.WORLD
         self.global_rank = self._grid.global_rank
         self.world_size = self._grid.world_size
