@@ -83,7 +83,8 @@ def why_not_writable(output: OutputPath) -> str | None:
     """Try to write to a place as later on; nothing is left behind and nothing that is there changes.
 
     Returns:
-        None if it can be written to, else the reason in the words of the operating system.
+        None if it can be written to, else the reason, mostly in the words of the operating system; it names no path,
+        for other sites read it.
     """
     try:
         path = Path(output.path).absolute()
@@ -114,7 +115,7 @@ def _try_directory(directory: Path, file_name: str = "probe") -> None:
         missing.insert(0, existing.name)
         existing = existing.parent
     if not existing.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"{_short(str(existing))} is no directory")
+        raise NotADirectoryError(errno.ENOTDIR, "a part of the path is a file, or a link to nowhere")
     with tempfile.TemporaryDirectory(prefix=".ldt_probe_", dir=existing) as probe:
         place = Path(probe, *missing)
         place.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ def train(engine: ds_ldt.LDTPipelineEngine, held_out: Blocks | None, args: argpa
         batches = in_turn(held_out, engine) if held_out is not None else None
         return float(engine.eval_batch(batches, num_micro_batches=args.eval_micro_batches))
 
-    same = ("steps", "eval_every", "eval_micro_batches", "seed")
+    same = ("steps", "eval_every", "eval_micro_batches")
     engine.agree_on({f"--{name}": getattr(args, name) for name in same})
     saver = ds_ldt.Saver(
         engine, args.save, every=args.save_every, keep=args.keep, resume=args.resume, setting="--save"
@@ -104,8 +104,10 @@ def train(engine: ds_ldt.LDTPipelineEngine, held_out: Blocks | None, args: argpa
             bar.set_postfix_str(f"loss {loss:.4f}, grad norm {norm:.3f}, {rate:.0f} tokens/s", refresh=False)
             bar.update()
             if args.eval_every and step % args.eval_every == 0:
-                result["evaluations"].append({"step": step, "held_out": measure()})
-                bar.write(f"step {step}: held-out loss {result['evaluations'][-1]['held_out']:.4f}")
+                loss = measure()
+                result["evaluations"].append({"step": step, "held_out": loss})
+                if not bar.disable:
+                    bar.write(f"step {step}: held-out loss {loss:.4f}")
             saver.save_if_due(result)
     saver.save(result)
     return {**result, "held_out_after": measure()}

@@ -179,7 +179,7 @@ def train(
         batches = in_turn(engine, held_out, collate) if held_out is not None else None
         return float(engine.eval_batch(batches))
 
-    engine.agree_on({f"--{name}": getattr(args, name) for name in ("steps", "eval_every", "seed")})
+    engine.agree_on({f"--{name}": getattr(args, name) for name in ("steps", "eval_every")})
     saver = ds_ldt.Saver(
         engine, args.save, every=args.save_every, keep=args.keep, resume=args.resume, setting="--save"
     )
@@ -191,8 +191,10 @@ def train(
             bar.set_postfix_str(f"loss {result['losses'][-1]:.4f}", refresh=False)
             bar.update()
             if args.eval_every and step % args.eval_every == 0:
-                result["evaluations"].append({"step": step, "held_out": measure()})
-                bar.write(f"step {step}: held-out loss {result['evaluations'][-1]['held_out']:.4f}")
+                loss = measure()
+                result["evaluations"].append({"step": step, "held_out": loss})
+                if not bar.disable:
+                    bar.write(f"step {step}: held-out loss {loss:.4f}")
             saver.save_if_due(result)
     saver.save(result)
     return {**result, "held_out_after": measure()}

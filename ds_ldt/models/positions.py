@@ -10,19 +10,17 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 
-def position_limit(config: PreTrainedConfig) -> int | None:
+def position_limit(config: PreTrainedConfig) -> int:
     """Return how many positions a model was made for.
 
     Args:
         config: Its config. Where rope is scaled by a factor, the scaled length counts if it is the larger one.
 
     Returns:
-        `max_position_embeddings`, or more; None if the config does not say.
+        `max_position_embeddings`, or more.
     """
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        return None
+    limit: int = text.max_position_embeddings
     scaled = [
         (rope.get("original_max_position_embeddings") or limit) * rope["factor"]
         for rope in _ropes(getattr(text, "rope_parameters", None))
@@ -34,7 +32,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 def beyond_limit(config: PreTrainedConfig, positions: int) -> str | None:
     """Return what to say of samples of so many positions, None if they are within what the model was made for."""
     limit = position_limit(config)
-    if limit is None or positions <= limit:
+    if positions <= limit:
         return None
     return (
         f"samples reach {positions} positions, while the model was made for {limit} (max_position_embeddings of its "
@@ -53,7 +51,7 @@ class WatchedBatches:
     def __init__(self, batch_fn: Callable[[Any], tuple[Any, ...]], config: PreTrainedConfig) -> None:
         self.batch_fn = batch_fn
         self._config = config
-        self._has_said = position_limit(config) is None
+        self._has_said = False
 
     def __call__(self, batch: Any) -> tuple[Any, ...]:
         """Return what the family makes of a collated batch. Packed sequences count on their own."""
