@@ -11,16 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.config import get_gradient_clipping
 
 from ds_ldt.config import JobConfig
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.grid import LDTPipelineGrid
-from ds_ldt.identity import ModelFingerprint
-from ds_ldt.reduce import bounded, exchange_text, sum_over_sites
+from ds_ldt.identity import ModelFingerprint, draw_identity
+from ds_ldt.reduce import bounded, exchange_text, ranks_where
 from ds_ldt.wire import WireSchema
 
 # What decides the arithmetic of a step. Paths, monitors and printing may differ between the sites.
@@ -108,20 +106,25 @@ def differences(
     ]
 
 
-def agree(job: JobConfig, grid: LDTPipelineGrid, **model: Any) -> None:
-    """Compare the facts of the two sites, and within each site those of every rank.
+def agree(job: JobConfig, grid: LDTPipelineGrid, **model: Any) -> str:
+    """Compare the facts of the two sites, and within each site those of every rank; and give the run an identity.
 
     Args:
         job: the configuration.
         grid: the groups.
         model: the rest of what :func:`shared_facts` takes.
 
+    Returns:
+        The identity of the run, drawn by the first rank of the edge.
+
     Raises:
         ConfigError: on every rank of both sites, if they differ; all differences are listed.
         LinkError: the other site did not answer within ``ldt.timeout_s``.
     """
     with bounded("the comparison of the two sites' configurations", grid):
-        _compare(shared_facts(job, **model), grid, of="JSON and the same model", within="settings within a site")
+        told = {"run": draw_identity(), "facts": shared_facts(job, **model)}
+        edge = _compare(told, grid, of="JSON and the same model", within="settings within a site")
+    return str(edge["run"])
 
 
 def agree_on(values: Mapping[str, object], grid: LDTPipelineGrid) -> None:
@@ -136,24 +139,26 @@ def agree_on(values: Mapping[str, object], grid: LDTPipelineGrid) -> None:
         LinkError: the other site did not answer within ``ldt.timeout_s``.
     """
     with bounded("the comparison of the two sites' arguments", grid):
-        _compare(_as_texts(values), grid, of="arguments", within="arguments within a site")
+        _compare({"facts": _as_texts(values)}, grid, of="arguments", within="arguments within a site")
 
 
-def _compare(mine: Mapping[str, str], grid: LDTPipelineGrid, *, of: str, within: str) -> None:
-    edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(mine), grid))
-    problems = differences(edge, cloud, fix=f"give both sites the same {of}")
-    others = _differences_within(mine, edge if grid.site == "edge" else cloud, grid, of=of)
-    odd = torch.tensor([int(bool(others))], dtype=torch.int32, device=get_accelerator().current_device_name())
-    num_odd = int(sum_over_sites(odd, grid))
+def _compare(told: dict[str, Any], grid: LDTPipelineGrid, *, of: str, within: str) -> dict[str, Any]:
+    """Compare the facts that each rank was told; return what the first rank of the edge tells."""
+    edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(told), grid))
+    problems = differences(edge["facts"], cloud["facts"], fix=f"give both sites the same {of}")
+    leaders = edge if grid.site == "edge" else cloud
+    others = _differences_within(told["facts"], leaders["facts"], grid, of=of)
+    odd = ranks_where(bool(others), grid)
     if problems or others:
         raise ConfigError.from_problems([*problems, *others])
-    if num_odd:
+    if odd:
         raise ConfigError.of(
             within,
-            found=Absent(f"{num_odd} rank(s) that differ from the first rank of their site"),
+            found=Absent(f"rank(s) {', '.join(map(str, odd))} that differ from the first rank of their site"),
             expected=f"the same {of} on every machine of a site",
             fix="see the messages of those ranks",
         )
+    return dict(edge)
 
 
 def _differences_within(
