@@ -90,6 +90,8 @@ def test_python_examples_explain_themselves(script: Path) -> None:
         (["--model", "nowhere"], "no config.json in it"),
         (["--text", "nowhere.txt"], "--text 'nowhere.txt' does not exist"),
         (["--config", "nowhere.json"], "--config 'nowhere.json' does not exist"),
+        (["--workdir", "/proc/ldt_work"], "--workdir '/proc/ldt_work' cannot be written to"),
+        (["--workdir", str(EXAMPLES / "hostfile")], "hostfile' cannot be written to"),
     ],
 )
 def test_quickstart_refuses_a_wrong_option_before_it_installs_anything(arguments: list[str], message: str) -> None:

@@ -328,7 +328,7 @@ def test_S70_a_killed_run_that_is_started_again_reaches_what_an_uninterrupted_on
 
     second = Run(words, tmp_path / "second")
     assert second.end() == [0, 0], second.said("edge")[-3000:] + second.said("cloud")[-3000:]
-    assert f"goes on after step {min(saved.values())}" in second.said("edge")
+    assert any(f"goes on after step {step}," in second.said("edge") for step in saved.values())
     reached = json.loads((sites["edge"] / "metrics.json").read_text())
     without_times = [
         [{name: row[name] for name in ("loss", "grad_norm")} for row in rows["steps"]] for rows in (expected, reached)
