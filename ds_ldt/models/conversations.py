@@ -23,7 +23,7 @@ from transformers.image_utils import load_image
 
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.models.batch import IGNORE_INDEX
-from ds_ldt.models.texts import check_directory_with
+from ds_ldt.models.texts import TOKENIZER_FILES, check_directory_with, unreadable
 
 IMAGE_MARK = "<image>"
 
@@ -56,12 +56,16 @@ class ImageTextProcessor(Qwen2_5_VLProcessor):
             options: Passed on to transformers.
 
         Raises:
-            ConfigError: There is no such directory, or no image processor in it.
+            ConfigError: There is no such directory, or no image processor and tokenizer in it that can be read.
         """
         if not (allow_download and not os.path.lexists(directory)):
-            check_directory_with(directory, _PROCESSOR_FILES, what="image processor", setting="processor")
+            for names, what in ((_PROCESSOR_FILES, "image processor"), (TOKENIZER_FILES, "tokenizer")):
+                check_directory_with(directory, names, what=what, setting="processor")
         options.setdefault("local_files_only", not allow_download)
-        processor: Self = super().from_pretrained(str(directory), **options)
+        try:
+            processor: Self = super().from_pretrained(str(directory), **options)
+        except Exception as error:  # as for tokenizers, transformers raises many types
+            raise unreadable(directory, error, what="processor", setting="processor") from error
         return processor
 
 

@@ -22,7 +22,7 @@ _OTHER_MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
 def read_text(path: str | os.PathLike[str], *, setting: str = "text") -> str:
@@ -70,11 +70,11 @@ def load_tokenizer(
         ConfigError: There is no such directory, or no tokenizer that can be read in it.
     """
     if not (allow_download and not os.path.lexists(directory)):
-        check_directory_with(directory, _TOKENIZER_FILES, what="tokenizer", setting=setting)
+        check_directory_with(directory, TOKENIZER_FILES, what="tokenizer", setting=setting)
     try:
         return AutoTokenizer.from_pretrained(os.fspath(directory), local_files_only=not allow_download)
     except Exception as error:  # transformers raises many types here; all mean the same to the user
-        raise _unreadable(directory, "tokenizer", setting, error) from error
+        raise unreadable(directory, error, what="tokenizer", setting=setting) from error
 
 
 def check_directory_with(
@@ -102,7 +102,8 @@ def check_directory_with(
     raise _problem(setting, path, there, f"the directory of a {what}", fix)
 
 
-def _unreadable(directory: str | os.PathLike[str], what: str, setting: str, error: Exception) -> ConfigError:
+def unreadable(directory: str | os.PathLike[str], error: Exception, *, what: str, setting: str) -> ConfigError:
+    """Return the error for files that transformers refuses, with the first line of what it says."""
     lines = str(error).strip().splitlines()
     there = f"holds a {what} that transformers refuses: {lines[0] if lines else type(error).__name__}"
     fix = "check its files against those that were published with the model"
