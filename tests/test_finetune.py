@@ -151,20 +151,6 @@ def guarded(code: str, *words: str | Path, folder: Path) -> subprocess.Completed
     )
 
 
-RUN_FINETUNE = "from examples import finetune\nfinetune.finetune(finetune.arguments())\n"
-
-
-def test_S64_a_mistyped_tokenizer_is_named_at_once_and_no_network_is_asked(
-    model: Path, run_json: Path, tmp_path: Path
-) -> None:
-    words = ("--config", run_json, "--model", model, "--save", tmp_path, "--tokenizer", "edge/layrs")
-    done = guarded(RUN_FINETUNE, *words, folder=tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert '--tokenizer: found "edge/layrs", which does not exist' in done.stderr
-    # Who wants the hub has to say so.
-    assert guarded(RUN_FINETUNE, *words, "--allow_download", folder=tmp_path).returncode == ASKED
-
-
 LOADING = """
 import json, sys
 from argparse import Namespace
@@ -176,7 +162,7 @@ from ds_ldt.conversion.adapter import merge_adapter
 from ds_ldt.models.conversations import ImageTextProcessor
 from ds_ldt.models.registry import read_hf_config
 from ds_ldt.models.texts import load_tokenizer
-from examples import quickstart_steps
+from examples import finetune, finetune_vl, quickstart_steps
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -188,8 +174,10 @@ def refused(action):
     return "accepted"
 
 model, typo, words = Path(sys.argv[1]), "org/typo", {"prompt": "def", "tokens": 2}
+options = ["--config", sys.argv[2], "--model", sys.argv[1], "--save", "save", "--tokenizer", typo]
 steps = lambda **given: quickstart_steps.generate(Namespace(**words, **given))
 missing = [
+    lambda: finetune.finetune(finetune.arguments(options)),
     lambda: load_tokenizer(typo),
     lambda: ImageTextProcessor.from_pretrained(typo),
     lambda: read_hf_config(typo),
@@ -209,15 +197,24 @@ steps(model=model, adapter=Path("adapter"))
 merge_adapter(model, "adapter", "merged")
 convert_to_layers(model, config=sys.argv[2], edge="edge", cloud="cloud")
 load_tokenizer("edge")
+finetune_vl.byte_processor(56).save_pretrained("processor")
+assert ImageTextProcessor.from_pretrained("processor").tokenizer.is_fast
+Path("done").touch()
+# Who wants the hub has to say so.
+finetune.finetune(finetune.arguments([*options, "--allow_download"]))
 """
 
 
-def test_S64_nothing_that_loads_asks_a_network(model: Path, run_json: Path, tmp_path: Path) -> None:
+def test_S64_what_is_not_on_this_machine_is_named_and_no_network_is_asked(
+    model: Path, run_json: Path, tmp_path: Path
+) -> None:
     done = guarded(LOADING, model, run_json, folder=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "done").exists(), done.stderr[-3000:]
     refusals = json.loads((tmp_path / "refusals.json").read_text())
-    assert len(refusals) == 8
+    assert len(refusals) == 9
     assert all("org/typo" in text for text in refusals), refusals
+    assert '--tokenizer: found "org/typo", which does not exist' in refusals[0]
+    assert done.returncode == ASKED, "the guard sees nothing"
 
 
 # --- both sites ---------------------------------------------------------------------------------------------------
@@ -326,9 +323,9 @@ def test_S70_a_killed_run_that_is_started_again_reaches_what_an_uninterrupted_on
     saved = {site: step_of(path) for site, path in sites.items()}
     assert 8 <= min(saved.values()) < 40
 
-    second = Run(words, tmp_path / "second")
-    assert second.end() == [0, 0], second.said("edge")[-3000:] + second.said("cloud")[-3000:]
-    assert any(f"goes on after step {step}," in second.said("edge") for step in saved.values())
+    for kind, result, lines in groups.run(2, f"{CASES}:run_finetune", words):
+        assert kind == "", result
+        assert any(f"goes on after step {step}," in line for line in lines for step in saved.values())
     reached = json.loads((sites["edge"] / "metrics.json").read_text())
     without_times = [
         [{name: row[name] for name in ("loss", "grad_norm")} for row in rows["steps"]] for rows in (expected, reached)
