@@ -149,8 +149,8 @@ class LDTPipelineEngine(PipelineEngine):
         seconds at most, since a connection that is closed early may lose what is on its way. After a failed step
         nobody is waited for. Calling it again is harmless.
 
-        Processes that read ``training_data`` ahead end, and the engine lets go of every data loader and iterator. Those
-        that you made live as long as you keep them.
+        Processes that read ``training_data`` ahead end, and the engine lets go of every data loader and iterator: the
+        workers of those that you made live as long as you keep them.
 
         Raises:
             LinkError: a peer is gone, or did not take what was sent to it; this rank's connections are closed all the

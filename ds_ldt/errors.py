@@ -146,7 +146,7 @@ class SampleError(ConfigError):
 
 
 class CallbackError(LDTError, RuntimeError):
-    """A function of the user's raised StopIteration in the middle of a step, where it cannot mean the end of the data."""
+    """A function of the user's raised StopIteration inside a step, where it cannot mean the end of the data."""
 
 
 def end_inside_a_step(error: StopIteration) -> CallbackError:
@@ -157,9 +157,9 @@ def end_inside_a_step(error: StopIteration) -> CallbackError:
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     return CallbackError(
-        f"{last.name} ({last.filename}, line {last.lineno}) raised StopIteration while a step ran. In a layer, in "
-        "loss_fn or in a hook that does not mean the end of the data, which a data iterator alone can tell. Fix: catch "
-        "it there, or call next() with a default."
+        f"{last.name} ({last.filename}, line {last.lineno}) raised StopIteration while a step ran. In "
+        "loss_fn, in a layer or in a hook it does not mean the end of the data, which a data iterator alone can tell. "
+        "Fix: catch it there, or call next() with a default."
     )
 
 

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_ldt.announcement import Announcement, Status, StepId, StepKind, short_fingerprint
 from ds_ldt.control import ControlLink
-from ds_ldt.errors import ConfigError, LDTError, LinkError
+from ds_ldt.errors import ConfigError, LDTError, LinkError, SampleError
 from ds_ldt.grid import LDTPipelineGrid
 from ds_ldt.micro_batches import MicroBatch, MicroBatchReader
 from ds_ldt.module import LDTPipelineModule
@@ -217,9 +217,19 @@ class Intake:
         for micro_batch in range(step.plan.shape.num_micro_batches):
             for domain in self._grid.domains:
                 place = f"micro-batch {micro_batch} of domain {domain}"
-                batch = self._reader.read(data_iterator, place, with_loss=self._with_loss)
+                batch = self._reader.read(
+                    data_iterator,
+                    place,
+                    with_loss=self._with_loss,
+                    is_generated=self._kind is StepKind.GENERATE,
+                )
                 step.batches[micro_batch, domain] = batch
-                step.signatures[micro_batch, domain] = self._signatures(batch, place)
+                try:
+                    step.signatures[micro_batch, domain] = self._signatures(batch, place)
+                except SampleError:
+                    raise
+                except ConfigError as error:  # the layers cannot take it: say which micro-batch
+                    raise ConfigError.from_problems(error.problems, where=place) from error
         if not self._module.dynamic_shape and len(set(step.signatures.values())) > 1:
             raise ConfigError.of(
                 "dynamic_shape",

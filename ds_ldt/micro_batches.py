@@ -7,6 +7,7 @@ say that the data ends: a ``StopIteration`` out of any other function is an erro
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,66 +49,44 @@ class MicroBatchReader:
     def __init__(self, module: LDTPipelineModule) -> None:
         self._module = module
 
-    def read(self, data_iterator: Iterator[Any], place: str, *, with_loss: bool) -> MicroBatch:
+    def read(
+        self, data_iterator: Iterator[Any], place: str, *, with_loss: bool, is_generated: bool = False
+    ) -> MicroBatch:
         """Draw the next micro-batch.
 
         Args:
             data_iterator: yields micro-batches.
             place: which micro-batch it is, for errors.
             with_loss: whether a loss is computed, so that labels are needed.
+            is_generated: the iterator is that of ``generate``, whose errors are about no sample and stay as they are.
 
         Raises:
             StopIteration: the iterator has ended.
             SampleError: a sample cannot be read or used, or a function of the user's failed.
             ConfigError: the micro-batch has another form than the module takes.
         """
-        batch = self._draw(data_iterator, place)
-        inputs, labels, local = self._call("batch_fn", self._parts, batch, place=place, source=data_iterator)
-        num_targets = self._call("count_targets", self._count, labels, with_loss, place=place)
+        batch = next(data_iterator) if is_generated else _draw(data_iterator, place)
+
+        def count(parts: tuple[Any, ...]) -> int:
+            return self._count(parts[1], with_loss)
+
+        def count_again(batch: Any) -> int:
+            return count(self._parts(batch))
+
+        source = data_iterator if isinstance(data_iterator, TrainingData) else None
+        found = _called("batch_fn", self._parts, batch, place=place, source=source, again=self._parts)
+        num_targets = _called("count_targets", count, found, place=place, source=source, again=count_again)
+        inputs, labels, local = found
         return MicroBatch(inputs=inputs, labels=labels, local=local, num_targets=num_targets)
 
     def sent_shapes(self, batch: MicroBatch, boundary: int, place: str) -> Any:
         """What the module says of the shapes that the edge sends over a boundary; None if they are to be traced."""
         if self._module.sent_shapes is None:
             return None
-        return self._call("sent_shapes", self._module.sent_shapes, batch.inputs, batch.local, boundary, place=place)
-
-    def _draw(self, data_iterator: Iterator[Any], place: str) -> Any:
-        if not hasattr(data_iterator, "__next__"):
-            raise ConfigError.of(
-                "data_iter", found=Absent(type(data_iterator).__name__), expected="an iterator", fix="pass iter(it)"
-            )
-        try:
-            return next(data_iterator)
-        except SampleError as error:
-            raise SampleError.at(place, cause_of(error)) from error
-        except (StopIteration, LDTError):
-            raise
-        except Exception as error:
-            raise SampleError.at(
-                place, f"the data iterator ({type(data_iterator).__name__}) raised {cause_of(error)}"
-            ) from error
-
-    def _call(self, name: str, function: Callable[..., Any], *arguments: Any, place: str, source: Any = None) -> Any:
-        """Call a function of the user's; whatever it raises names it, the micro-batch and the sample."""
-        try:
-            return function(*arguments)
-        except Exception as error:
-            if isinstance(error, LDTError) and not isinstance(error, SampleError):
-                raise
-            cause: Exception = error
-            if isinstance(source, TrainingData):
-                sample, cause = blame(
-                    error, source.sample_indices, lambda index: self._parts(source.reader.read_alone(index))
-                )
-                place = f"{place}, {sample}"
-            elif isinstance(error, SampleError) and error.row is not None:
-                place = f"{place}, row {error.row}"
-            what = cause_of(cause) if isinstance(cause, SampleError) else f"{name} raised {cause_of(cause)}"
-            raise SampleError.at(place, what) from error
+        return _called("sent_shapes", self._module.sent_shapes, batch.inputs, batch.local, boundary, place=place)
 
     def _parts(self, batch: Any) -> tuple[Any, Any, tuple[torch.Tensor, ...]]:
-        """Inputs, labels and what stays on the edge besides; lists (torch's collate makes them of tuples) as tuples."""
+        """Inputs, labels and what stays on the edge besides; torch's collate makes lists of tuples, here they go back."""
         found = _pair(batch) if self._module.batch_fn is None else self._module.batch_fn(batch)
         if not isinstance(found, tuple | list) or len(found) < 2:
             raise ConfigError.of(
@@ -142,6 +121,70 @@ class MicroBatchReader:
                 fix="add them in the collate function, or call eval_batch with compute_loss=False",
             )
         return self._module.count_targets(labels)
+
+
+def _called(
+    name: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    place: str,
+    source: TrainingData | None = None,
+    again: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Call a function of the user's; whatever it raises names it, the micro-batch and the sample.
+
+    Args:
+        name: what the user calls the function.
+        function: the function.
+        arguments: its arguments.
+        place: which micro-batch it is about.
+        source: the data that the micro-batch is from, if that can say which samples it has.
+        again: does the same with the micro-batch of a single sample.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        if isinstance(error, LDTError) and not isinstance(error, SampleError):
+            raise
+        cause, row = error, error.row if isinstance(error, SampleError) else None
+        if source is not None and again is not None:
+            read, use = source.reader.read_alone, again
+            sample, cause = blame(error, source.sample_indices, lambda index: use(read(index)))
+            place = f"{place}, {sample}"
+        elif row is not None:
+            place = f"{place}, row {row}"
+        what = cause_of(cause) if isinstance(cause, SampleError) else f"{name} raised {cause_of(cause)}"
+        raise SampleError.at(place, what, row=row) from error
+
+
+def _draw(data_iterator: Iterator[Any], place: str) -> Any:
+    if not hasattr(data_iterator, "__next__"):
+        raise ConfigError.of(
+            "data_iter", found=Absent(type(data_iterator).__name__), expected="an iterator", fix="pass iter(it)"
+        )
+    try:
+        return next(data_iterator)
+    except SampleError as error:
+        at = place if error.row is None else f"{place}, row {error.row}"
+        raise SampleError.at(at, cause_of(error), row=error.row) from error
+    except StopIteration as error:
+        if not _is_from_a_sample(error):
+            raise
+        called = "__getitem__ or collate_fn of the data loader"
+        raise SampleError.at(
+            place, f"{called} raised StopIteration, which there is not the end of the data"
+        ) from error
+    except LDTError:
+        raise
+    except Exception as error:
+        called = f"the data iterator ({type(data_iterator).__name__})"
+        raise SampleError.at(place, f"{called} raised {cause_of(error)}") from error
+
+
+def _is_from_a_sample(error: StopIteration) -> bool:
+    """Whether a data loader of torch over a map-style data set let it out while it read or collated samples."""
+    called = {frame.f_code.co_qualname for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return "_MapDatasetFetcher.fetch" in called or "in DataLoader worker process" in str(error)
 
 
 def _as_tuple(value: Any) -> Any:

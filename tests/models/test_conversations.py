@@ -73,7 +73,8 @@ def test_ids_are_those_of_the_processor(processor: ImageTextProcessor) -> None:
 
 
 def test_batch_is_one_that_the_model_takes(processor: ImageTextProcessor) -> None:
-    config = tiny_vl_config(image_token_id=processor.image_token_id, video_token_id=processor.video_token_id)
+    ids = {"image_token_id": processor.image_token_id, "video_token_id": processor.video_token_id}
+    config = tiny_vl_config(text={"vocab_size": len(processor.tokenizer)}, **ids)
     read, collate = VisionBatches(checked_config(config)), ConversationCollator(processor)
     (pixels, grids), labels, (ids, _, mask) = read(collate([ONE, NONE, TWO]))
     assert (len(grids), len(pixels)) == (3, 24 + 16 + 60)
