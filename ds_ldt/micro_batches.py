@@ -86,7 +86,7 @@ class MicroBatchReader:
         return _called("sent_shapes", self._module.sent_shapes, batch.inputs, batch.local, boundary, place=place)
 
     def _parts(self, batch: Any) -> tuple[Any, Any, tuple[torch.Tensor, ...]]:
-        """Inputs, labels and what stays on the edge besides; torch's collate makes lists of tuples, here they go back."""
+        """Inputs, labels and what stays on the edge besides; tuples, of which torch's collate makes lists, again."""
         found = _pair(batch) if self._module.batch_fn is None else self._module.batch_fn(batch)
         if not isinstance(found, tuple | list) or len(found) < 2:
             raise ConfigError.of(
@@ -165,6 +165,8 @@ def _draw(data_iterator: Iterator[Any], place: str) -> Any:
     try:
         return next(data_iterator)
     except SampleError as error:
+        if isinstance(data_iterator, TrainingData):  # it has named the sample
+            raise SampleError(f"{error.heading}: {place}, {cause_of(error)}") from error
         at = place if error.row is None else f"{place}, row {error.row}"
         raise SampleError.at(at, cause_of(error), row=error.row) from error
     except StopIteration as error:
