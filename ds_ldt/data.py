@@ -96,7 +96,7 @@ class TrainingData:
 
     Attributes:
         epoch: number of the epoch from which the last micro-batch was drawn, from 0 on.
-        loader: torch's data loader of one epoch.
+        loader: torch's data loader of one epoch; what it yields are `ds_ldt.samples.Drawn`.
         reader: reads and collates samples.
         sample_indices: of the samples in the last micro-batch.
     """

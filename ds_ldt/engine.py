@@ -156,16 +156,13 @@ class LDTPipelineEngine(PipelineEngine):
             LinkError: a peer is gone, or did not take what was sent to it; this rank's connections are closed all the
                 same.
         """
-        if self._training_data is not None:
-            self._training_data.close()
-        self.training_dataloader = self.data_iterator = None
-        if "transport" in self.__dict__ and not self.grid.is_closed:
-            try:
-                if not self.transport.is_closed:
-                    self._finish_sending()
-                    self.transport.farewell()
-            finally:
-                self._disconnect()
+        try:
+            if "transport" in self.__dict__ and not self.grid.is_closed:
+                self._part()
+        finally:
+            self.training_dataloader = self.data_iterator = None
+            if self._training_data is not None:
+                self._training_data.close()
         super().destroy()
 
     def __del__(self) -> None:
@@ -176,6 +173,15 @@ class LDTPipelineEngine(PipelineEngine):
             super().destroy()
         except Exception as error:  # as the parent: an engine may be collected that was never whole
             logger.debug("ds_ldt: clean-up of an engine skipped: %s", error)
+
+    def _part(self) -> None:
+        """Take leave of the other ranks and close the connections."""
+        try:
+            if not self.transport.is_closed:
+                self._finish_sending()
+                self.transport.farewell()
+        finally:
+            self._disconnect()
 
     def _finish_sending(self) -> None:
         self.intake.close()
