@@ -13,12 +13,12 @@ from deepspeed.runtime import config as runtime_config
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from ds_ldt.config import load_config
+from ds_ldt.config import LDT_PATHS, load_config
 from ds_ldt.deepspeed_keys import BATCH_KEYS, TABLE
 from ds_ldt.errors import ConfigError
 from ds_ldt.rules import ANYTHING, Setting, Standing, flattened
 from tests import deepspeed_sources
-from tests.bad_configs import changed
+from tests.bad_configs import BAD_CONFIGS, changed
 
 SETTINGS = flattened(TABLE)
 SECTIONS = sorted(path for path, setting in SETTINGS.items() if setting.keys is not None)
@@ -202,6 +202,28 @@ def test_configurations_that_are_full_of_defaults_are_accepted() -> None:
             }
         )
     )
+
+
+@pytest.mark.parametrize("config", [pytest.param(c, id=name) for name, c, _ in BAD_CONFIGS])
+def test_whatever_a_fix_quotes_is_json(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(config)
+    for problem in raised.value.problems:
+        for place in re.finditer(r'"[A-Za-z_0-9]+": ', problem.fix):
+            json.JSONDecoder().raw_decode(problem.fix[place.end() :])
+
+
+@pytest.mark.parametrize("path", sorted(LDT_PATHS.values()))
+def test_an_example_in_a_fix_of_the_ldt_section_is_accepted(path: str) -> None:
+    wrong: Any = {"what is": "this"} if path not in ("ldt.edge", "ldt.cloud", "ldt.schedule", "ldt.link") else [1]
+    around = {"ldt.trace": {"path": "trace", "steps": [1, 2]}} if path.startswith("ldt.trace.") else {}
+    with pytest.raises(ConfigError) as raised:
+        load_config(changed({**around, path: wrong}))
+    quoted = next((json_in(p.fix) for p in raised.value.problems if p.key == path and json_in(p.fix)), None)
+    if quoted is not None:  # a typing error inside a section is answered by its keys
+        assert quoted[0] == path.rpartition(".")[2]
+        settings = {"ldt.freeze": []} if path.startswith("ldt.lora") else {}
+        load_config(changed({**around, **settings, path: quoted[1]}))
 
 
 _QUOTED = re.compile(r'(?:write|e\.g\.) ("[A-Za-z_0-9]+": .*)')
