@@ -121,8 +121,11 @@ def test_every_bad_configuration_is_told_alike_on_all_ranks_before_any_process_g
     assert len(rows) >= 25
     wrong_world = config(layout(2, 2), num_domains=2)
     wrong_layers = config([[2, 2], [2, 0]])
-    first, second = run_group(2, TARGETS + "bad_configurations", [*rows, wrong_world, wrong_layers], deadline_s=100)
+    text_for_false = {**config(layout(2, 2)), "optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": "false"}}}
+    rows += [text_for_false, wrong_world, wrong_layers]
+    first, second = run_group(2, TARGETS + "bad_configurations", rows, deadline_s=100)
     assert first == second
+    assert 'optimizer.params.nesterov: found "false", expected true or false' in first[-3]
     for (name, _, fragments), message in zip(BAD_CONFIGS, first, strict=False):
         for fragment in fragments:
             assert fragment in message, f"{name}: {message}"
