@@ -7,12 +7,13 @@ from functools import lru_cache
 
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan.costs import Costs
-from ds_ldt.plan.lower import lower
+from ds_ldt.plan.lower import lower_slice
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.policies import AUTO, EVALUATION, TRAINING
 from ds_ldt.plan.policies.auto import Candidate, best_of, tried
 from ds_ldt.plan.policies.depth import Limits
 from ds_ldt.plan.shape import PipelineShape, is_count
+from ds_ldt.plan.size import check_size
 from ds_ldt.plan.validate import validate
 
 _CACHED_PLANS = 64
@@ -43,7 +44,7 @@ def build_plan(
             stage; None means no limit.
 
     Raises:
-        ConfigError: The policy is unknown or a limit is below 1.
+        ConfigError: The policy is unknown, a limit is below 1, or the step is too large to be planned.
         ScheduleError: The policy made a plan that cannot be run: a fault of ds_ldt, not of the caller.
     """
     if policy not in available_policies():
@@ -53,6 +54,7 @@ def build_plan(
             expected="one of " + ", ".join(available_policies()),
             fix=f'set it to "{AUTO}", or remove it',
         )
+    check_size(shape, training=training)
     name = policy if training else next(iter(EVALUATION))
     return _build(shape, name, training, costs, limits_of(shape, max_in_flight))
 
@@ -80,9 +82,8 @@ def limits_of(shape: PipelineShape, max_in_flight: int | Sequence[int] | None) -
     return limits
 
 
-@lru_cache(maxsize=_CACHED_CANDIDATES)
 def candidate_of(shape: PipelineShape, policy: str, costs: Costs | None, limits: Limits | None) -> Candidate:
-    """Return what a training policy comes to, before it is lowered and proven.
+    """Return what a training policy comes to, before it is lowered and proven: the orders of one slice.
 
     Args:
         shape: The shape.
@@ -90,7 +91,12 @@ def candidate_of(shape: PipelineShape, policy: str, costs: Costs | None, limits:
         costs: See `build_plan`.
         limits: What `limits_of` returns.
     """
-    return tried(policy, TRAINING[policy], shape, costs=costs, limits=limits)
+    return _candidate(shape.one_slice, policy, costs, limits)
+
+
+@lru_cache(maxsize=_CACHED_CANDIDATES)
+def _candidate(part: PipelineShape, policy: str, costs: Costs | None, limits: Limits | None) -> Candidate:
+    return tried(policy, TRAINING[policy], part, costs=costs, limits=limits)
 
 
 @lru_cache(maxsize=_CACHED_PLANS)
@@ -101,7 +107,7 @@ def _build(shape: PipelineShape, name: str, training: bool, costs: Costs | None,
     elif training:
         orders = candidate_of(shape, name, costs, limits).orders
     else:
-        orders = EVALUATION[name](shape, costs=costs, limits=limits)
-    plan = lower(orders, shape, policy=name, training=training)
+        orders = EVALUATION[name](shape.one_slice, costs=costs, limits=limits)
+    plan = lower_slice(orders, shape, policy=name, training=training)
     validate(plan, max_in_flight=limits)
     return plan

@@ -85,29 +85,31 @@ def render_timeline(timeline: Timeline, *, seconds_per_column: float | None = No
 
 
 def schedule_error(plan: Plan, fault: str, *, rank: int | None = None, position: int | None = None) -> ScheduleError:
-    """Return the error for a fault of a plan: what is wrong, then the orders with the place marked.
+    """Return the error for a fault of a plan: what is wrong, then the orders of a slice with the place marked.
 
     Args:
         plan: The plan at fault.
         fault: What is wrong, in one sentence or several lines.
-        rank: Rank at whose instructions the fault is; None if it has no place.
+        rank: Rank of `plan.rows` at whose instructions the fault is; None if it has no place.
         position: Index of the instruction of that rank at which the fault is.
     """
     kind = "training" if plan.training else "evaluation"
-    shape = plan.shape
+    shape = plan.shape.one_slice
     head = f"{kind} plan of policy {plan.policy!r} cannot be run: {fault}"
     about = (
-        f"stages={shape.stages} M={shape.num_micro_batches} D={shape.num_domains} E={shape.num_replicas} "
+        f"stages={shape.stages} M={shape.num_micro_batches} D={plan.shape.num_domains} E={plan.shape.num_replicas} "
         f"(cells are OP VIRTUAL_STAGE.MICRO_BATCH.DOMAIN)"
     )
+    if plan.shape.num_replicas > 1:
+        about += "\nRanks and domains are those of a job with one edge replica; all replicas do the same."
     mark = None
     if rank is not None and position is not None:
-        row = plan.instructions[rank]
+        row = plan.rows[rank]
         place = sum(instruction.kind.is_compute for instruction in row[:position])
         mark = (rank, place)
         shown = row[position] if position < len(row) else "the end"
         head += f"\nAt {shape.describe_rank(rank)}, instruction {position}: {shown}"
-    return ScheduleError(f"{head}\n{about}\n{render_orders(plan.orders(), mark=mark)}")
+    return ScheduleError(f"{head}\n{about}\n{render_orders(plan.slice_orders(), mark=mark)}")
 
 
 def _table(rows: dict[str, list[str]]) -> str:
