@@ -30,12 +30,15 @@ from ds_ldt.json_file import read_json
 from ds_ldt.layout import Layout, VirtualStage
 from ds_ldt.memory_report import memory_report
 from ds_ldt.plan import PipelineShape, Timeline, build_plan
+from ds_ldt.plan.bound import TO_CLOUD, TO_EDGE, Cause
 from ds_ldt.plan.compare import differences
 from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from, memory_warning
 from ds_ldt.plan.memory import Footprint
 from ds_ldt.plan.policies.depth import Limits
-from ds_ldt.plan.report import TO_CLOUD, TO_EDGE, Report, report_on
+from ds_ldt.plan.report import Report, phases_of, report_on
+from ds_ldt.plan.simulate import for_all_replicas
 from ds_ldt.plan.trace import read_trace
+from ds_ldt.progress import Progress
 from ds_ldt.trained import describe_layers, gradient_boundaries, trained_layers
 
 _SHOWN_DIFFERENCES = 10
@@ -45,6 +48,14 @@ _STATEMENT = (
     'does the README under "What the cloud learns". Samples, token ids and labels are not sent. What is sent can be',
     "inverted by a curious operator of the cloud, with effort.",
 )
+
+
+_CAUSES = {
+    Cause.EDGE_COMPUTE: "compute of an edge replica",
+    Cause.CLOUD_COMPUTE: "compute of the busiest cloud stage",
+    Cause.RATE: "rate of the link of an edge replica",
+    Cause.LATENCY: "latency on the journey of one micro-batch",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +198,9 @@ def _layout(ldt: LDTConfig) -> Layout:
 
 
 def _report(job: _Job) -> Report:
-    return report_on(job.shape, job.known.costs, policy=job.config.ldt.schedule.policy, limits=job.limits)
+    policy = job.config.ldt.schedule.policy
+    with Progress(phases_of(policy)) as progress:
+        return report_on(job.shape, job.known.costs, policy=policy, limits=job.limits, progress=progress)
 
 
 def _plan(options: argparse.Namespace) -> str:
@@ -225,6 +238,7 @@ def _lines(job: _Job, report: Report) -> Iterator[str]:
         shorter = 1 - report.timeline.makespan / report.lower_bound_whole if report.lower_bound_whole else 0.0
         yield f"split        {shorter:.1%} below the bound of whole backwards, {_seconds(report.lower_bound_whole)}"
     yield f"efficiency   {report.efficiency:.3f} of the bound"
+    yield from _bound_lines(report)
     for rating in report.ratings:
         mark = "*" if rating.policy == report.plan.policy else " "
         yield (
@@ -235,7 +249,7 @@ def _lines(job: _Job, report: Report) -> Iterator[str]:
     yield "rank                                     in flight   idle"
     shape = report.plan.shape
     for rank in range(min(shape.num_ranks, _RANKS_SHOWN)):
-        peak, idle = report.plan.peak_in_flight(rank), report.timeline.bubble(rank)
+        peak, idle = report.plan.peak_in_flight(rank), report.bubble(rank)
         yield f"  {shape.describe_rank(rank):<40} {peak:>7} {idle:>6.1%}"
     if shape.num_ranks > _RANKS_SHOWN:
         yield f"  and {shape.num_ranks - _RANKS_SHOWN} more (--json lists all)"
@@ -248,6 +262,15 @@ def _lines(job: _Job, report: Report) -> Iterator[str]:
         )
     yield ""
     yield from _STATEMENT
+
+
+def _bound_lines(report: Report) -> Iterator[str]:
+    """What bounds a step: the bound that each thing sets on its own, or the latency of one journey."""
+    figures = report.bound.figures()
+    yield f"bounded by   {_CAUSES[report.bound.cause]}"
+    for cause, name in _CAUSES.items():
+        mark = "*" if cause is report.bound.cause else " "
+        yield f"  {mark} {name:<41} {_seconds(figures[cause]):>10}"
 
 
 def _layer_lines(job: _Job) -> Iterator[str]:
@@ -325,12 +348,11 @@ def _draw(options: argparse.Namespace) -> str:
         f"{_seconds(report.timeline.makespan)} planned, {report.efficiency:.3f} of the bound"
     )
     lines = []
+    planned = for_all_replicas(report.timeline, job.shape)
     if measured is not None:
         title += f"; {_seconds(measured.makespan)} measured (lower half of each row)"
-        lines = _difference_lines(report.timeline, measured)
-    draw_timeline(
-        report.timeline, options.output, title=title, shape=job.shape, measured=measured, arrows=options.arrows
-    )
+        lines = _difference_lines(planned, measured)
+    draw_timeline(planned, options.output, title=title, shape=job.shape, measured=measured, arrows=options.arrows)
     return "\n".join([f"wrote {Path(options.output)}: {title}", *lines]) + "\n"
 
 
@@ -343,9 +365,10 @@ def _difference_lines(planned: Timeline, measured: Timeline) -> list[str]:
 
 def _check(options: argparse.Namespace) -> str:
     job = _load(options)
-    plan = build_plan(
-        job.shape, policy=job.config.ldt.schedule.policy, costs=job.known.costs, max_in_flight=job.limits
-    )
+    policy = job.config.ldt.schedule.policy
+    with Progress(1) as progress:
+        progress("making the plan")
+        plan = build_plan(job.shape, policy=policy, costs=job.known.costs, max_in_flight=job.limits)
     if options.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = options.interface
     # What torch says of a site that is not there yet is many lines of C++ frames.

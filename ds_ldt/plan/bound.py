@@ -177,7 +177,15 @@ def _legs(shape: PipelineShape, costs: Costs, *, training: bool) -> tuple[_Leg, 
         for resource, head, seconds, before in begun
     ]
     staying = [
-        _Leg(resource=stage, head=head, seconds=seconds, tail=0.0, latency_before=before, latency_after=0.0, travels=False)
+        _Leg(
+            resource=stage,
+            head=head,
+            seconds=seconds,
+            tail=0.0,
+            latency_before=before,
+            latency_after=0.0,
+            travels=False,
+        )
         for stage, head, seconds, before in pending
     ]
     return (*travelling, *staying)

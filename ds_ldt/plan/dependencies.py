@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from ds_ldt.plan.instructions import Compute, Op
 from ds_ldt.plan.shape import PipelineShape
 
-
 NEEDED_BY = {Op.BACKWARD: Op.FORWARD, Op.WEIGHT: Op.BACKWARD}
 """Op -> the op of the same virtual stage and micro-batch whose kept values it uses."""
 

@@ -187,7 +187,9 @@ class Instruction:
         raise ValueError(f"{self} must name a virtual stage, a micro-batch and a domain, or none of them")
 
     @classmethod
-    def serving(cls, kind: Kind, compute: Compute, *, chunk: int | None, channel: Channel | None = None) -> Instruction:
+    def serving(
+        cls, kind: Kind, compute: Compute, *, chunk: int | None, channel: Channel | None = None
+    ) -> Instruction:
         """Return the instruction that runs, feeds or forwards the result of a compute.
 
         The same as the constructor's, several times faster: a plan has hundreds of thousands of them.

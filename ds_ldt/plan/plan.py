@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ds_ldt.plan.instructions import Channel, Compute, Instruction, Order, Orders
+from ds_ldt.plan.instructions import Channel, Compute, Flow, Instruction, Order, Orders
 from ds_ldt.plan.shape import PipelineShape
 
 _FORMAT = "ds_ldt plan 1"
@@ -91,6 +91,18 @@ class Plan:
                 found[instruction.channel].append(instruction.micro_batch)
         moved = _Moved(self.shape, self.shape.replica_of(rank))
         return {moved.channel(channel): tuple(micro_batches) for channel, micro_batches in sorted(found.items())}
+
+    def first_messages(self, rank: int) -> dict[Channel, tuple[int, ...]]:
+        """Return the channels of a rank over which a step opens, and of each the first micro-batches.
+
+        They lead from the head to the next virtual stage. Of each there are as many as its destination has in flight.
+        """
+        found = {}
+        for domain in self.shape.domains_of(rank):
+            channel = self.shape.channel(boundary=0, domain=domain, flow=Flow.ACTIVATION)
+            if rank in (channel.source, channel.destination):
+                found[channel] = self.receive_order(channel)[: self.peak_in_flight(channel.destination)]
+        return found
 
     def send_order(self, channel: Channel) -> tuple[int, ...]:
         """Return the micro-batches of a channel in the order in which its source sends them."""

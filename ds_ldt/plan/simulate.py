@@ -117,38 +117,41 @@ class _Run:
         rows, positions, clocks = self.plan.rows, self.positions, self.clocks
         while clocks:
             now, rank = heapq.heappop(clocks)
-            if positions[rank] < len(rows[rank]):
-                self._run(rows[rank][positions[rank]], rank, now)
+            while positions[rank] < len(rows[rank]):
+                end = self._run(rows[rank][positions[rank]], rank, now)
+                if end is None:
+                    break
+                positions[rank] += 1
+                now, rank = heapq.heappushpop(clocks, (end, rank))
         stuck = {rank: at for rank, at in enumerate(positions) if at < len(rows[rank])}
         if stuck:
             rank = min(stuck)
             raise schedule_error(self.plan, describe_stall(self.plan, stuck), rank=rank, position=stuck[rank])
 
-    def _run(self, instruction: Instruction, rank: int, now: float) -> None:
+    def _run(self, instruction: Instruction, rank: int, now: float) -> float | None:
+        """Run an instruction and return when it ends; None if it waits for a message that has not been sent."""
         channel, compute = instruction.channel, instruction.compute
-        if channel is not None and instruction.kind.is_receive:
-            if not self.arrivals[channel]:
-                self.waiting[channel] = (now, rank)
-                return
-            now = max(now, self.arrivals[channel].popleft())
-        elif channel is not None:
-            self._send(channel, now)
-        elif compute is not None:
+        if compute is not None:
             end = now + self._seconds(compute)
             self.spans.append(Span(rank=rank, compute=compute, start=now, end=end))
-            now = end
-        self._advance(rank, now)
-
-    def _advance(self, rank: int, now: float) -> None:
-        self.positions[rank] += 1
-        heapq.heappush(self.clocks, (now, rank))
+            return end
+        if channel is None:
+            return now
+        if not instruction.kind.is_receive:
+            self._send(channel, now)
+            return now
+        if not self.arrivals[channel]:
+            self.waiting[channel] = (now, rank)
+            return None
+        return max(now, self.arrivals[channel].popleft())
 
     def _send(self, channel: Channel, now: float) -> None:
         self.arrivals[channel].append(self._arrival(channel, now))
         waiter = self.waiting.pop(channel, None)
         if waiter is not None:
             since, rank = waiter
-            self._advance(rank, max(since, self.arrivals[channel].popleft()))
+            self.positions[rank] += 1
+            heapq.heappush(self.clocks, (max(since, self.arrivals[channel].popleft()), rank))
 
     def _arrival(self, channel: Channel, now: float) -> float:
         hop = self.hops.get(channel)

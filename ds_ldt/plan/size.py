@@ -7,7 +7,7 @@ from dataclasses import replace
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan.shape import PipelineShape
 
-MOST_COMPUTES = 400_000
+MOST_COMPUTES = 200_000
 """The most computes of an edge replica and of the cloud ranks of its domains in one step.
 
 Planning takes 15 to 25 microseconds for each of them on one core at 2.5 GHz, searching included, and 300 bytes.

@@ -183,7 +183,10 @@ def _check_complete(plan: Plan) -> None:
             compute = instruction.compute
             if compute is None:
                 continue
-            places, place = seen.get((compute.op, compute.virtual_stage)), compute.micro_batch * num_domains + compute.domain
+            places, place = (
+                seen.get((compute.op, compute.virtual_stage)),
+                compute.micro_batch * num_domains + compute.domain,
+            )
             if places is None:
                 whole = compute.op is Op.WEIGHT and plan.training
                 fault = (
@@ -207,18 +210,20 @@ def _check_complete(plan: Plan) -> None:
 
 
 def _check_local_order(plan: Plan) -> None:
+    shape = plan.shape.one_slice
+    num_micro_batches, num_domains = shape.num_micro_batches, shape.num_domains
+    done = {what: bytearray(num_micro_batches * num_domains) for what in passes_of(shape, training=plan.training)}
     for rank, row in enumerate(plan.rows):
-        done: set[tuple[Op, int, int, int]] = set()
         for position, instruction in enumerate(row):
             compute = instruction.compute
             if compute is None:
                 continue
+            place = compute.micro_batch * num_domains + compute.domain
             needed = NEEDED_BY.get(compute.op)
-            place = compute.virtual_stage, compute.micro_batch, compute.domain
-            if needed is not None and (needed, *place) not in done:
+            if needed is not None and not done[needed, compute.virtual_stage][place]:
                 fault = f"{compute} runs before {local_predecessor(compute)}, whose values it uses"
                 raise schedule_error(plan, fault, rank=rank, position=position)
-            done.add((compute.op, *place))
+            done[compute.op, compute.virtual_stage][place] = 1
 
 
 def _check_channels(plan: Plan) -> None:

@@ -47,7 +47,7 @@ _OTHER_BACKWARDS = 3  # their rank in `pipeline_priority`
 _TAIL_LAST = (0, 4, 2, 3, 1)  # by the rank in `pipeline_priority`
 _MORE_IF_SPLIT = (0, 1, 2, 3)
 _NEAR = 1 / 1200
-_MOST_JOBS_TRIED = 2_000_000
+_MOST_JOBS_TRIED = 1_600_000
 _MOST_JOBS_SHRUNK = 200_000
 
 

@@ -1,0 +1,66 @@
+"""What a command is doing, on stderr, once it has taken a while."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+
+_PATIENCE_S = 2.0
+_REFRESH_S = 0.5
+
+
+class Progress:
+    """A bar that appears if a command takes longer than two seconds, and shows its phase and the time that it has taken.
+
+    The phases are long computations that never return to the bar, so that a thread keeps it up to date.
+
+    Args:
+        num_phases: How many there will be.
+        patience_s: Seconds until the bar appears.
+    """
+
+    def __init__(self, num_phases: int, *, patience_s: float = _PATIENCE_S) -> None:
+        self._num_phases = num_phases
+        self._patience_s = patience_s
+        self._num_begun = 0
+        self._phase = ""
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def __call__(self, phase: str) -> None:
+        """Begin the next phase.
+
+        Args:
+            phase: What is done in it.
+        """
+        self._num_begun += 1
+        self._phase = phase
+
+    def __enter__(self) -> Progress:
+        """Begin to count the seconds."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Remove the bar."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        if self._is_over.wait(self._patience_s):
+            return
+        from tqdm import tqdm
+
+        with tqdm(
+            total=self._num_phases,
+            file=sys.stderr,
+            leave=False,
+            bar_format="ds-ldt: {desc} ({n_fmt} of {total_fmt} phases done, {elapsed})",
+        ) as bar:
+            while not self._is_over.is_set():
+                bar.n = max(0, self._num_begun - 1)
+                bar.set_description_str(self._phase)  # this writes it too
+                self._is_over.wait(_REFRESH_S)
