@@ -37,6 +37,7 @@ from ds_ldt.plan.memory import Footprint
 from ds_ldt.plan.policies.depth import Limits
 from ds_ldt.plan.report import Report, phases_of, report_on
 from ds_ldt.plan.simulate import for_all_replicas
+from ds_ldt.plan.size import num_computes
 from ds_ldt.plan.trace import read_trace
 from ds_ldt.progress import Progress
 from ds_ldt.trained import describe_layers, gradient_boundaries, trained_layers
@@ -238,13 +239,13 @@ def _lines(job: _Job, report: Report) -> Iterator[str]:
         shorter = 1 - report.timeline.makespan / report.lower_bound_whole if report.lower_bound_whole else 0.0
         yield f"split        {shorter:.1%} below the bound of whole backwards, {_seconds(report.lower_bound_whole)}"
     yield f"efficiency   {report.efficiency:.3f} of the bound"
-    yield from _bound_lines(report)
     for rating in report.ratings:
         mark = "*" if rating.policy == report.plan.policy else " "
         yield (
             f"  {mark} {rating.policy:<12} {_seconds(rating.makespan):>10}  efficiency {rating.efficiency:.3f}  "
             f"at most {rating.peak_in_flight} in flight"
         )
+    yield from _bound_lines(report)
     yield ""
     yield "rank                                     in flight   idle"
     shape = report.plan.shape
@@ -332,7 +333,7 @@ def _message_sizes(job: _Job) -> str:
 
 
 def _draw(options: argparse.Namespace) -> str:
-    from ds_ldt.draw import draw_timeline
+    from ds_ldt.draw import check_drawable, draw_timeline
 
     measured = None if options.trace is None else read_trace(options.trace, step=options.step)
     if options.config is None:
@@ -341,6 +342,7 @@ def _draw(options: argparse.Namespace) -> str:
         draw_timeline(measured, options.output, title=title)
         return f"wrote {options.output}: {title}\n"
     job = _load(options)
+    check_drawable(num_computes(job.shape) * job.shape.num_replicas, job.shape.num_ranks, options.output)
     report = _report(job)
     title = (
         f"{report.plan.policy}, P={job.config.num_stages} V={job.layout.num_chunks} M={job.config.num_micro_batches} "

@@ -11,13 +11,13 @@ _REFRESH_S = 0.5
 
 
 class Progress:
-    """A bar that appears if a command takes longer than two seconds, and shows its phase and the time that it has taken.
+    """A line that appears if a command takes longer than two seconds: its phase and the time that it has taken.
 
-    The phases are long computations that never return to the bar, so that a thread keeps it up to date.
+    A phase is one long computation that knows nothing of the line, so a thread keeps it up to date.
 
     Args:
         num_phases: How many there will be.
-        patience_s: Seconds until the bar appears.
+        patience_s: Seconds until the line appears.
     """
 
     def __init__(self, num_phases: int, *, patience_s: float = _PATIENCE_S) -> None:
@@ -37,6 +37,11 @@ class Progress:
         self._num_begun += 1
         self._phase = phase
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether the line is there, or may still appear."""
+        return self._thread.is_alive()
+
     def __enter__(self) -> Progress:
         """Begin to count the seconds."""
         self._thread.start()
@@ -45,7 +50,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Remove the bar."""
+        """Remove the line."""
         self._is_over.set()
         self._thread.join()
 

@@ -98,7 +98,7 @@ def candidate_of(shape: PipelineShape, policy: str, costs: Costs | None, limits:
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Look for no garbage meanwhile: of a plan's many small values none refers back, and looking takes half the time."""
+    """Collect no garbage meanwhile: the many small values of a plan form no cycles, and looking for them is slow."""
     was_on = gc.isenabled()
     gc.disable()
     try:

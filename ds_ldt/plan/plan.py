@@ -1,8 +1,8 @@
 """The plan: the instructions of all ranks for one step, an immutable value with a fingerprint.
 
-The replicas of the edge share nothing within a step. So a plan holds the instructions of one slice, an edge replica and
-the cloud ranks of its domains, and all other slices do the same for their own domains. What a rank of another slice
-does is worked out when it is asked for.
+The replicas of the edge share nothing within a step. So a plan holds the instructions of one slice (an edge replica
+and the cloud ranks of its domains), and all other slices do the same for their own domains. The instructions of a rank
+of another slice are derived when they are asked for.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ The rules, in the order in which they are applied (each may rely on those before
 8. progress      no deadlock, whatever the delays; on request also if a send must meet a posted receive
 9. in flight     no rank has more micro-batches in flight than allowed; one is in flight until its weight gradients
 
-A plan holds one slice, which all edge replicas run alike and which share nothing. So what is proven of it holds for all.
+A plan holds one slice. The others do the same and share nothing with it, so what is proven of one holds for all.
 """
 
 from __future__ import annotations
