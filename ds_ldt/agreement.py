@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.config import get_gradient_clipping
 
 from ds_ldt.config import JobConfig
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.grid import LDTPipelineGrid
-from ds_ldt.reduce import bounded, exchange_text
+from ds_ldt.identity import ModelFingerprint, draw_identity
+from ds_ldt.reduce import bounded, exchange_text, ranks_where
 from ds_ldt.wire import WireSchema
 
 # What decides the arithmetic of a step. Paths, monitors and printing may differ between the sites.
@@ -44,15 +46,34 @@ def shared_settings(job: JobConfig) -> dict[str, str]:
     return _as_texts(settings)
 
 
-def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[str, str]:
-    """The facts that both sites must agree on, as short texts by name: the shared settings and the model's part."""
+def shared_facts(
+    job: JobConfig, *, layers: Sequence[Any], wire: WireSchema, base_seed: int, fingerprint: ModelFingerprint | None
+) -> dict[str, str]:
+    """The facts that both sites must agree on, as short texts by name: the shared settings and the model's part.
+
+    Args:
+        job: the configuration.
+        layers: every layer of the model, as specs, modules or functions.
+        wire: what may cross a boundary.
+        base_seed: seed of initial weights and of what layers draw.
+        fingerprint: which model it is, if that is known.
+    """
     model: dict[str, Any] = {
-        "number of layers": num_layers,
+        "number of layers": len(layers),
+        "kinds of layers": [_kind(layer) for layer in layers],
+        "base_seed": base_seed,
         "wire schema": [[str(t) for t in wire.tensors], wire.uniform],
+        **({} if fingerprint is None else fingerprint.facts()),
     }
     if wire.per_boundary:
         model["wire schema by boundary"] = _by_boundary(wire)
     return shared_settings(job) | _as_texts(model)
+
+
+def _kind(layer: Any) -> str:
+    """The name of a layer's class; of a function, which may be made anew on each site, only that it is one."""
+    made = layer.typename if isinstance(layer, LayerSpec) else type(layer)
+    return str(getattr(made, "__name__", "function"))
 
 
 def _as_texts(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -85,16 +106,54 @@ def differences(
     ]
 
 
-def agree(job: JobConfig, grid: LDTPipelineGrid, *, num_layers: int, wire: WireSchema) -> None:
-    """Compare the facts of the two sites.
+def agree(job: JobConfig, grid: LDTPipelineGrid, **model: Any) -> str:
+    """Compare the facts of the two sites, and within each site those of every rank; and give the run an identity.
+
+    Args:
+        job: the configuration.
+        grid: the groups.
+        model: the rest of what :func:`shared_facts` takes.
+
+    Returns:
+        The identity of the run, drawn by the first rank of the edge.
 
     Raises:
         ConfigError: on every rank of both sites, if they differ; all differences are listed.
         LinkError: the other site did not answer within ``ldt.timeout_s``.
     """
-    mine = shared_facts(job, num_layers=num_layers, wire=wire)
+    mine = shared_facts(job, **model)
     with bounded("the comparison of the two sites' configurations", grid):
-        edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(mine), grid))
-    problems = differences(edge, cloud)
-    if problems:
-        raise ConfigError.from_problems(problems)
+        told = json.dumps({"run": draw_identity(), "facts": mine})
+        (run, edge), (_, cloud) = ((site["run"], site["facts"]) for site in map(json.loads, exchange_text(told, grid)))
+        problems = differences(edge, cloud)
+        others = _differences_within(mine, edge if grid.site == "edge" else cloud, grid)
+        odd = ranks_where(bool(others), grid)
+    if problems or others:
+        raise ConfigError.from_problems([*problems, *others])
+    if odd:
+        raise ConfigError.of(
+            "settings within a site",
+            found=Absent(f"rank(s) {', '.join(map(str, odd))} that differ from the first rank of their site"),
+            expected="the same JSON and the same model on every machine of a site",
+            fix="see the messages of those ranks",
+        )
+    return str(run)
+
+
+def _differences_within(
+    mine: Mapping[str, str], leaders: Mapping[str, str], grid: LDTPipelineGrid
+) -> list[ConfigProblem]:
+    """What this rank was told otherwise than the first rank of its site: machines of a site have copies, too."""
+    return [
+        ConfigProblem(
+            key=name,
+            found=Absent(
+                f"{leaders.get(name, 'nothing')} on rank {grid.site_ranks[0]}, {mine.get(name, 'nothing')} on rank "
+                f"{grid.global_rank} of the {grid.site}"
+            ),
+            expected="the same on every rank of a site",
+            fix="give every machine of a site the same JSON and the same model",
+        )
+        for name in sorted({*mine, *leaders})
+        if mine.get(name) != leaders.get(name)
+    ]

@@ -89,6 +89,8 @@ def test_sites_together_load_every_weight_once(on: Any, saved: Path, name: str, 
 def test_module_gets_what_the_family_says(on: Any, saved: Path) -> None:
     module = on("edge", saved / "hf", seed=7, activation_checkpoint_interval=2)
     assert len(module.layers) == 7
+    fingerprint = module.options.pop("fingerprint")
+    assert (fingerprint.family, fingerprint.settings["hidden_size"]) == ("qwen2", 24)
     assert module.options.pop("wire").tensors[0].name == "hidden_states"
     names = module.options.pop("layer_names")
     assert (names[0], names[4], names[6]) == ("model.embed_tokens", "model.layers.3", "lm_head")
