@@ -30,11 +30,12 @@ from ds_ldt.json_file import read_json
 from ds_ldt.layout import Layout, VirtualStage
 from ds_ldt.memory_report import memory_report
 from ds_ldt.plan import PipelineShape, Timeline, build_plan
-from ds_ldt.plan.bound import TO_CLOUD, TO_EDGE, Cause
+from ds_ldt.plan.bound import TO_CLOUD, TO_EDGE
 from ds_ldt.plan.compare import differences
 from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from, memory_warning
 from ds_ldt.plan.memory import Footprint
 from ds_ldt.plan.policies.depth import Limits
+from ds_ldt.plan.render import render_bound, render_seconds
 from ds_ldt.plan.report import Report, phases_of, report_on
 from ds_ldt.plan.simulate import for_all_replicas
 from ds_ldt.plan.size import num_computes
@@ -49,14 +50,6 @@ _STATEMENT = (
     'does the README under "What the cloud learns". Samples, token ids and labels are not sent. What is sent can be',
     "inverted by a curious operator of the cloud, with effort.",
 )
-
-
-_CAUSES = {
-    Cause.EDGE_COMPUTE: "compute of an edge replica",
-    Cause.CLOUD_COMPUTE: "compute of the busiest cloud stage",
-    Cause.RATE: "rate of the link of an edge replica",
-    Cause.LATENCY: "latency on the journey of one micro-batch",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,18 +227,18 @@ def _lines(job: _Job, report: Report) -> Iterator[str]:
     yield from _cost_lines(job)
     yield ""
     yield f"policy       {report.plan.policy}: {report.why}"
-    yield f"step         {_seconds(report.timeline.makespan)} (simulated), lower bound {_seconds(report.lower_bound)}"
+    yield f"step         {render_seconds(report.timeline.makespan)} (simulated), lower bound {render_seconds(report.lower_bound)}"
     if report.lower_bound_whole is not None:
         shorter = 1 - report.timeline.makespan / report.lower_bound_whole if report.lower_bound_whole else 0.0
-        yield f"split        {shorter:.1%} below the bound of whole backwards, {_seconds(report.lower_bound_whole)}"
+        yield f"split        {shorter:.1%} below the bound of whole backwards, {render_seconds(report.lower_bound_whole)}"
     yield f"efficiency   {report.efficiency:.3f} of the bound"
     for rating in report.ratings:
         mark = "*" if rating.policy == report.plan.policy else " "
         yield (
-            f"  {mark} {rating.policy:<12} {_seconds(rating.makespan):>10}  efficiency {rating.efficiency:.3f}  "
+            f"  {mark} {rating.policy:<12} {render_seconds(rating.makespan):>10}  efficiency {rating.efficiency:.3f}  "
             f"at most {rating.peak_in_flight} in flight"
         )
-    yield from _bound_lines(report)
+    yield from render_bound(report.bound)
     yield ""
     yield "rank                                     in flight   idle"
     shape = report.plan.shape
@@ -265,15 +258,6 @@ def _lines(job: _Job, report: Report) -> Iterator[str]:
     yield from _STATEMENT
 
 
-def _bound_lines(report: Report) -> Iterator[str]:
-    """What bounds a step: the bound that each thing sets on its own, or the latency of one journey."""
-    figures = report.bound.figures()
-    yield f"bounded by   {_CAUSES[report.bound.cause]}"
-    for cause, name in _CAUSES.items():
-        mark = "*" if cause is report.bound.cause else " "
-        yield f"  {mark} {name:<41} {_seconds(figures[cause]):>10}"
-
-
 def _layer_lines(job: _Job) -> Iterator[str]:
     config, layout = job.config, job.layout
     yield (
@@ -289,7 +273,7 @@ def _layer_lines(job: _Job) -> Iterator[str]:
         seconds = job.known.costs.forward[virtual.chunk, virtual.stage]
         yield (
             f"  virtual stage {virtual.index}  {place} stage {virtual.stage}, chunk {virtual.chunk}  "
-            f"{held:<{width}} forward {_seconds(seconds)}"
+            f"{held:<{width}} forward {render_seconds(seconds)}"
         )
     if config.ldt.lora is not None:
         adapted = trained_layers(config.ldt, layout)
@@ -315,7 +299,7 @@ def _cost_lines(job: _Job) -> Iterator[str]:
             "in flight until then"
         )
     rate = "unlimited" if costs.bandwidth is None else f"{costs.bandwidth * 8 / 1e6:g} Mbit/s each way"
-    yield f"hop          {_seconds(costs.latency)} one way, {rate}, messages of {_message_sizes(job)}"
+    yield f"hop          {render_seconds(costs.latency)} one way, {rate}, messages of {_message_sizes(job)}"
     if job.limits is not None:
         yield f"limit        at most {', '.join(map(str, job.limits))} micro-batches of a domain in flight, by stage"
 
@@ -338,7 +322,7 @@ def _draw(options: argparse.Namespace) -> str:
     measured = None if options.trace is None else read_trace(options.trace, step=options.step)
     if options.config is None:
         assert measured is not None
-        title = f"measured: {_seconds(measured.makespan)}"
+        title = f"measured: {render_seconds(measured.makespan)}"
         draw_timeline(measured, options.output, title=title)
         return f"wrote {options.output}: {title}\n"
     job = _load(options)
@@ -346,13 +330,13 @@ def _draw(options: argparse.Namespace) -> str:
     report = _report(job)
     title = (
         f"{report.plan.policy}, P={job.config.num_stages} V={job.layout.num_chunks} M={job.config.num_micro_batches} "
-        f"D={job.config.num_domains} E={job.config.num_replicas}, hop {_seconds(job.known.costs.latency)}: "
-        f"{_seconds(report.timeline.makespan)} planned, {report.efficiency:.3f} of the bound"
+        f"D={job.config.num_domains} E={job.config.num_replicas}, hop {render_seconds(job.known.costs.latency)}: "
+        f"{render_seconds(report.timeline.makespan)} planned, {report.efficiency:.3f} of the bound"
     )
     lines = []
     planned = for_all_replicas(report.timeline, job.shape)
     if measured is not None:
-        title += f"; {_seconds(measured.makespan)} measured (lower half of each row)"
+        title += f"; {render_seconds(measured.makespan)} measured (lower half of each row)"
         lines = _difference_lines(planned, measured)
     draw_timeline(planned, options.output, title=title, shape=job.shape, measured=measured, arrows=options.arrows)
     return "\n".join([f"wrote {Path(options.output)}: {title}", *lines]) + "\n"
@@ -395,10 +379,6 @@ def _check(options: argparse.Namespace) -> str:
         sys.stdout.write(text)
         sys.stdout.flush()
     raise ConfigError.from_problems([report.difference], where="what the two sites have")
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 _COMMANDS = {"plan": _plan, "draw": _draw, "check": _check}

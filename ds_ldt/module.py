@@ -25,8 +25,7 @@ from ds_ldt.identity import ModelFingerprint, RunIdentity
 from ds_ldt.launch import init_distributed, prepare_environment
 from ds_ldt.layout import Layout
 from ds_ldt.lora import plan_adapters
-from ds_ldt.plan import PipelineShape
-from ds_ldt.plan.size import check_size
+from ds_ldt.plan.size import check_job
 from ds_ldt.recipe import recipe_problems
 from ds_ldt.segments import Payload, inside_of, intervals_by_chunk, run_segments, seeded, with_local
 from ds_ldt.shapes import Shapes
@@ -184,15 +183,7 @@ class LDTPipelineModule(PipelineModule):
         problems = list(recipe_problems(self.job))
         if problems:
             raise ConfigError.from_problems(problems)
-        check_size(
-            PipelineShape.from_layout(
-                self.layout,
-                num_micro_batches=self.job.num_micro_batches,
-                num_domains=self.job.num_domains,
-                num_replicas=self.job.num_replicas,
-                split_backward=self.job.ldt.schedule.split_backward,
-            )
-        )
+        check_job(self.job, self.layout)
         self._check_ties()
         self._check_local_layers()
         self._check_loss_reduction()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from types import TracebackType
 
 _PATIENCE_S = 2.0
@@ -25,6 +26,7 @@ class Progress:
         self._patience_s = patience_s
         self._num_begun = 0
         self._phase = ""
+        self._began = 0.0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
 
@@ -44,6 +46,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         """Begin to count the seconds."""
+        self._began = time.time()
         self._thread.start()
         return self
 
@@ -63,9 +66,13 @@ class Progress:
             total=self._num_phases,
             file=sys.stderr,
             leave=False,
-            bar_format="ds-ldt: {desc} ({n_fmt} of {total_fmt} phases done, {elapsed})",
+            delay=_REFRESH_S,  # it is written below, not at once
+            bar_format="ds-ldt: {desc}{n_fmt} of {total_fmt} phases done, {elapsed}",
         ) as bar:
+            bar.start_t = self._began
+            written = ""
             while not self._is_over.is_set():
-                bar.n = max(0, self._num_begun - 1)
-                bar.set_description_str(self._phase)  # this writes it too
+                if sys.stderr.isatty() or self._phase != written:  # a file gets a line for each phase
+                    bar.n, written = max(0, self._num_begun - 1), self._phase
+                    bar.set_description(written)  # this writes it too
                 self._is_over.wait(_REFRESH_S)

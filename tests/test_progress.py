@@ -18,7 +18,7 @@ def test_S91_a_long_command_says_what_it_does(capsys: pytest.CaptureFixture[str]
         progress("making the plan")
         time.sleep(0.3)
     told = capsys.readouterr()
-    assert "ds-ldt: making the plan (1 of 3 phases done, 00:0" in told.err
+    assert "ds-ldt: making the plan: 1 of 3 phases done, 00:0" in told.err
     assert told.out == ""
 
 

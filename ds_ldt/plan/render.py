@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ds_ldt.errors import ScheduleError
+from ds_ldt.plan.bound import Bound, Cause
 from ds_ldt.plan.instructions import Compute, Orders
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.timeline import Timeline
@@ -10,6 +13,12 @@ from ds_ldt.plan.timeline import Timeline
 _SEPARATOR = "|"
 _MARKED_CONTEXT = 6
 _MAX_TIME_COLUMNS = 10_000
+_CAUSES = {
+    Cause.EDGE_COMPUTE: "compute of an edge replica",
+    Cause.CLOUD_COMPUTE: "compute of the busiest cloud stage",
+    Cause.RATE: "rate of the link of an edge replica",
+    Cause.LATENCY: "latency on the journey of one micro-batch",
+}
 
 
 def render_orders(orders: Orders, *, mark: tuple[int, int] | None = None) -> str:
@@ -82,6 +91,27 @@ def render_timeline(timeline: Timeline, *, seconds_per_column: float | None = No
                 cells[begin:end] = [str(span.compute), *["=" * width] * (end - begin - 1)]
         rows[str(rank)] = cells
     return _table(rows)
+
+
+def render_bound(bound: Bound) -> Iterator[str]:
+    """Yield lines that say what bounds a step, each cause with its figure.
+
+    Args:
+        bound: The bound.
+    """
+    yield f"bounded by   {_CAUSES[bound.cause]}"
+    for cause, seconds in bound.figures().items():
+        mark = "*" if cause is bound.cause else " "
+        yield f"  {mark} {_CAUSES[cause]:<41} {render_seconds(seconds):>10}"
+
+
+def render_seconds(seconds: float) -> str:
+    """Return for example `16.5 s` or `80 ms`.
+
+    Args:
+        seconds: The seconds.
+    """
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def schedule_error(plan: Plan, fault: str, *, rank: int | None = None, position: int | None = None) -> ScheduleError:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan.shape import PipelineShape
+
+if TYPE_CHECKING:
+    from ds_ldt.config import JobConfig
+    from ds_ldt.layout import Layout
 
 MOST_COMPUTES = 200_000
 """The most computes of an edge replica and of the cloud ranks of its domains in one step.
@@ -64,6 +69,27 @@ def check_size(shape: PipelineShape, *, training: bool = True) -> None:
         fix=f"set it to {most} or less"
         + (" and raise train_micro_batch_size_per_gpu instead" if training else " and evaluate in several calls")
         + (", or raise ldt.edge.data_parallel_size" if shape.slice_size > 1 else ""),
+    )
+
+
+def check_job(job: JobConfig, layout: Layout) -> None:
+    """Refuse a configuration whose training steps are too large to be planned within seconds.
+
+    Args:
+        job: The configuration.
+        layout: Its layout.
+
+    Raises:
+        ConfigError: See `check_size`.
+    """
+    check_size(
+        PipelineShape.from_layout(
+            layout,
+            num_micro_batches=job.num_micro_batches,
+            num_domains=job.num_domains,
+            num_replicas=job.num_replicas,
+            split_backward=job.ldt.schedule.split_backward,
+        )
     )
 
 
