@@ -227,10 +227,12 @@ def _lines(job: _Job, report: Report) -> Iterator[str]:
     yield from _cost_lines(job)
     yield ""
     yield f"policy       {report.plan.policy}: {report.why}"
-    yield f"step         {render_seconds(report.timeline.makespan)} (simulated), lower bound {render_seconds(report.lower_bound)}"
+    step, bound = render_seconds(report.timeline.makespan), render_seconds(report.lower_bound)
+    yield f"step         {step} (simulated), lower bound {bound}"
     if report.lower_bound_whole is not None:
         shorter = 1 - report.timeline.makespan / report.lower_bound_whole if report.lower_bound_whole else 0.0
-        yield f"split        {shorter:.1%} below the bound of whole backwards, {render_seconds(report.lower_bound_whole)}"
+        whole = render_seconds(report.lower_bound_whole)
+        yield f"split        {shorter:.1%} below the bound of whole backwards, {whole}"
     yield f"efficiency   {report.efficiency:.3f} of the bound"
     for rating in report.ratings:
         mark = "*" if rating.policy == report.plan.policy else " "
