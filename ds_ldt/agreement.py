@@ -11,16 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.config import get_gradient_clipping
 
 from ds_ldt.config import JobConfig
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.grid import LDTPipelineGrid
-from ds_ldt.identity import ModelFingerprint
-from ds_ldt.reduce import bounded, exchange_text, sum_over_sites
+from ds_ldt.identity import ModelFingerprint, draw_identity
+from ds_ldt.reduce import bounded, exchange_text, ranks_where
 from ds_ldt.wire import WireSchema
 
 # What decides the arithmetic of a step. Paths, monitors and printing may differ between the sites.
@@ -108,13 +106,16 @@ def differences(
     ]
 
 
-def agree(job: JobConfig, grid: LDTPipelineGrid, **model: Any) -> None:
-    """Compare the facts of the two sites, and within each site those of every rank.
+def agree(job: JobConfig, grid: LDTPipelineGrid, **model: Any) -> str:
+    """Compare the facts of the two sites, and within each site those of every rank; and give the run an identity.
 
     Args:
         job: the configuration.
         grid: the groups.
         model: the rest of what :func:`shared_facts` takes.
+
+    Returns:
+        The identity of the run, drawn by the first rank of the edge.
 
     Raises:
         ConfigError: on every rank of both sites, if they differ; all differences are listed.
@@ -122,20 +123,21 @@ def agree(job: JobConfig, grid: LDTPipelineGrid, **model: Any) -> None:
     """
     mine = shared_facts(job, **model)
     with bounded("the comparison of the two sites' configurations", grid):
-        edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(mine), grid))
+        told = json.dumps({"run": draw_identity(), "facts": mine})
+        (run, edge), (_, cloud) = ((site["run"], site["facts"]) for site in map(json.loads, exchange_text(told, grid)))
         problems = differences(edge, cloud)
         others = _differences_within(mine, edge if grid.site == "edge" else cloud, grid)
-        odd = torch.tensor([int(bool(others))], dtype=torch.int32, device=get_accelerator().current_device_name())
-        num_odd = int(sum_over_sites(odd, grid))
+        odd = ranks_where(bool(others), grid)
     if problems or others:
         raise ConfigError.from_problems([*problems, *others])
-    if num_odd:
+    if odd:
         raise ConfigError.of(
             "settings within a site",
-            found=Absent(f"{num_odd} rank(s) that differ from the first rank of their site"),
+            found=Absent(f"rank(s) {', '.join(map(str, odd))} that differ from the first rank of their site"),
             expected="the same JSON and the same model on every machine of a site",
             fix="see the messages of those ranks",
         )
+    return str(run)
 
 
 def _differences_within(

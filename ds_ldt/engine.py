@@ -479,7 +479,8 @@ class LDTPipelineEngine(PipelineEngine):
         Args:
             save_dir: directory of this site, shared by the ranks of the site.
             tag: name, the same on every rank; default ``global_step<N>``.
-            client_state: the caller's own values, returned by :meth:`load_checkpoint`.
+            client_state: the caller's own values, returned by :meth:`load_checkpoint`: numbers, texts, tensors, and
+                lists, tuples and dicts of them.
             save_latest: point ``latest`` to it.
             exclude_frozen_parameters: leave out what is not trained; default: with ``ldt.lora``, whose adapters are
                 then all that is saved.
@@ -488,7 +489,7 @@ class LDTPipelineEngine(PipelineEngine):
             True.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write.
+            CheckpointError: on every rank, if any rank could not write, or was given what could not be read back.
             LinkError: a rank did not take part.
         """
         checkpointing.save(
@@ -517,7 +518,8 @@ class LDTPipelineEngine(PipelineEngine):
 
         Args:
             load_dir: directory of this site.
-            tag: which one; default the newest that both sites hold.
+            tag: which one; default that which ``latest`` names. Another layout may have saved it, as long as every
+                layer is on the site that it was on.
             load_module_strict: missing or unexpected keys of a layer are an error.
             load_optimizer_states: restore the optimizer.
             load_lr_scheduler_states: restore the LR scheduler.
@@ -528,7 +530,8 @@ class LDTPipelineEngine(PipelineEngine):
             ``(path, client_state)``, or ``(None, None)`` when neither site holds any checkpoint.
 
         Raises:
-            CheckpointError: on every rank: no common checkpoint, or a part of it is missing or does not fit.
+            CheckpointError: on every rank: no common checkpoint, or it is of another model, or a part of it is missing
+                or does not fit. Nothing has changed then, on any rank.
             LinkError: a rank did not take part.
         """
         if custom_load_fn is not None:

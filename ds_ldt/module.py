@@ -21,7 +21,7 @@ from ds_ldt.config import JobConfig, load_config
 from ds_ldt.dropout import Place
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.grid import LDTPipelineGrid, LDTTopology
-from ds_ldt.identity import ModelFingerprint
+from ds_ldt.identity import ModelFingerprint, RunIdentity
 from ds_ldt.launch import init_distributed, prepare_environment
 from ds_ldt.layout import Layout
 from ds_ldt.lora import plan_adapters
@@ -76,6 +76,7 @@ class LDTPipelineModule(PipelineModule):
         dynamic_shape: whether the micro-batches of a run may differ in shape.
 
     Attributes:
+        run: this run, and those that it was resumed from; what its checkpoints are told apart by.
         has_engine: True once :func:`ds_ldt.initialize` has made an engine for it.
 
     Raises:
@@ -136,7 +137,7 @@ class LDTPipelineModule(PipelineModule):
         init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
         self._topo = LDTTopology(RankMap.from_config(self.job))
         self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
-        agree(
+        run = agree(
             self.job,
             self._grid,
             layers=self._layer_specs,
@@ -144,6 +145,7 @@ class LDTPipelineModule(PipelineModule):
             base_seed=base_seed,
             fingerprint=fingerprint,
         )
+        self.run = RunIdentity(run=run)
         self.world_group = dist.group.WORLD
         self.global_rank = self._grid.global_rank
         self.world_size = self._grid.world_size
@@ -273,10 +275,10 @@ class LDTPipelineModule(PipelineModule):
         return found
 
     def owned_layers(self) -> dict[int, nn.Module]:
-        """The layers with weights that this rank holds, by global pipeline layer index; a tied module appears once."""
+        """The modules that this rank holds, by global pipeline layer index; a tied module appears once."""
         owned: dict[int, nn.Module] = {}
-        for index, layer in zip(self.layer_indices, self.forward_funcs, strict=True):
-            if isinstance(layer, nn.Module) and all(layer is not other for other in owned.values()):
+        for index, layer in self._modules_by_layer().items():
+            if all(layer is not other for other in owned.values()):
                 owned[index] = layer
         return owned
 

@@ -79,6 +79,19 @@ def sum_over_sites(values: Tensor, grid: LDTPipelineGrid) -> Tensor:
     return values
 
 
+def ranks_where(here: bool, grid: LDTPipelineGrid) -> list[int]:
+    """Return the ranks of both sites that say yes; every rank calls it and gets the same answer.
+
+    Args:
+        here: what this rank says.
+        grid: the groups.
+    """
+    flags = torch.zeros(grid.world_size, dtype=torch.int32)
+    flags[grid.global_rank] = int(here)
+    summed = sum_over_sites(flags.to(get_accelerator().current_device_name()), grid)
+    return [rank for rank, flag in enumerate(summed.tolist()) if flag]
+
+
 def global_norm(
     gradients: Sequence[Tensor], grid: LDTPipelineGrid, extra: Tensor, summary: StepSummary
 ) -> tuple[Tensor, Tensor]:
