@@ -38,7 +38,7 @@ _TEMPLATE = re.compile(rf"{TEMPLATES}/[^/]+\.jinja")
 
 _WEIGHT_SUFFIXES = (
     *("safetensors", "bin", "pt", "pth", "ckpt", "gguf", "ggml", "onnx", "onnx_data", "h5", "msgpack", "npz", "npy"),
-    *("pkl", "pickle", "tflite", "mlmodel", "mlpackage", "nemo", "ot", "pdparams", "engine", "llamafile", "zip"),
+    *("pkl", "pickle", "tflite", "mlmodel", "mlpackage", "nemo", "pdparams", "engine", "llamafile", "zip"),
     *("tar", "gz", "zst"),
 )
 _WEIGHTS = re.compile(rf".*\.({'|'.join(_WEIGHT_SUFFIXES)})(\.index\.json|\.data.*|\.\d+)?", re.IGNORECASE)
@@ -53,14 +53,21 @@ class FurtherFiles:
 
     Attributes:
         paths: Name within the model's directory ("/" between the parts) -> where the file is.
+        left_out: For each directory that holds such, what is not among them, and why.
     """
 
     paths: dict[str, Path]
+    left_out: dict[Path, str]
 
     @property
     def num_bytes(self) -> int:
         """Their size."""
         return sum(path.stat().st_size for path in self.paths.values())
+
+    def log(self) -> None:
+        """Say what is left out."""
+        for directory, names in self.left_out.items():
+            logger.warning(f"left where they are in {directory}: {names}")
 
     def copy(self, destination: Path) -> list[str]:
         """Copy them into a directory, byte for byte; return their names."""
@@ -79,10 +86,15 @@ def further_files(directories: Iterable[Path]) -> FurtherFiles:
             which only what the conversion put there counts. A name is taken from the first that has it.
     """
     paths: dict[str, Path] = {}
-    for directory in directories:
-        for name, path in _found_in(directory).items():
-            paths.setdefault(name, path)
-    return FurtherFiles(paths=paths)
+    left_out: dict[Path, str] = {}
+    for directory in dict.fromkeys(directories):
+        reasons = {name: _reason_to_leave_out(directory, name) for name in _names_in(directory)}
+        for name in (name for name, reason in reasons.items() if reason is None):
+            paths.setdefault(name, directory / name)
+        told = [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
+        if told:
+            left_out[directory] = ", ".join(told)
+    return FurtherFiles(paths=paths, left_out=left_out)
 
 
 def is_further_file(directory: Path, name: str) -> bool:
@@ -93,14 +105,6 @@ def is_further_file(directory: Path, name: str) -> bool:
     if name in MODEL_FILES or _TEMPLATE.fullmatch(name):
         return True
     return _DOCUMENT.fullmatch(name) is not None and (directory / CONFIG_FILE).is_file()
-
-
-def _found_in(directory: Path) -> dict[str, Path]:
-    reasons = {name: _reason_to_leave_out(directory, name) for name in _names_in(directory)}
-    left_out = [f"{name} ({reason})" for name, reason in reasons.items() if reason is not None]
-    if left_out:
-        logger.warning(f"left where they are in {directory}: {', '.join(left_out)}")
-    return {name: directory / name for name, reason in reasons.items() if reason is None}
 
 
 def _names_in(directory: Path) -> list[str]:
