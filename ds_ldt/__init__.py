@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     from ds_ldt import models
-    from ds_ldt.api import initialize
+    from ds_ldt.api import initialize, site_of_this_rank
     from ds_ldt.config import JobConfig, LDTConfig, load_config
     from ds_ldt.engine import LDTPipelineEngine
     from ds_ldt.errors import CheckpointError, ConfigError, LDTError, LinkError, PrivacyError, ScheduleError
     from ds_ldt.module import LDTPipelineModule
+    from ds_ldt.saver import Saver
     from ds_ldt.wire import WireSchema, WireTensor
 
 __version__ = "0.1.0"
@@ -25,6 +26,8 @@ __version__ = "0.1.0"
 # Public name -> module that defines it.
 _HOMES = {
     "initialize": "ds_ldt.api",
+    "site_of_this_rank": "ds_ldt.api",
+    "Saver": "ds_ldt.saver",
     "LDTPipelineModule": "ds_ldt.module",
     "LDTPipelineEngine": "ds_ldt.engine",
     "LDTConfig": "ds_ldt.config",
@@ -53,6 +56,7 @@ __all__ = [
     "LayerSpec",
     "LinkError",
     "PrivacyError",
+    "Saver",
     "ScheduleError",
     "TiedLayerSpec",
     "WireSchema",
@@ -61,6 +65,7 @@ __all__ = [
     "initialize",
     "load_config",
     "models",
+    "site_of_this_rank",
 ]
 
 

@@ -121,27 +121,48 @@ def agree(job: JobConfig, grid: LDTPipelineGrid, **model: Any) -> str:
         ConfigError: on every rank of both sites, if they differ; all differences are listed.
         LinkError: the other site did not answer within ``ldt.timeout_s``.
     """
-    mine = shared_facts(job, **model)
     with bounded("the comparison of the two sites' configurations", grid):
-        told = json.dumps({"run": draw_identity(), "facts": mine})
-        (run, edge), (_, cloud) = ((site["run"], site["facts"]) for site in map(json.loads, exchange_text(told, grid)))
-        problems = differences(edge, cloud)
-        others = _differences_within(mine, edge if grid.site == "edge" else cloud, grid)
-        odd = ranks_where(bool(others), grid)
+        told = {"run": draw_identity(), "facts": shared_facts(job, **model)}
+        edge = _compare(told, grid, of="JSON and the same model", within="settings within a site")
+    return str(edge["run"])
+
+
+def agree_on(values: Mapping[str, object], grid: LDTPipelineGrid) -> None:
+    """Compare values of a script, such as the number of its steps, on every rank of both sites.
+
+    Args:
+        values: by what names them, e.g. ``--steps``. They cross the link: name nothing that belongs to the edge alone.
+        grid: the groups.
+
+    Raises:
+        ConfigError: on every rank of both sites, if they differ; all differences are listed.
+        LinkError: the other site did not answer within ``ldt.timeout_s``.
+    """
+    with bounded("the comparison of the two sites' arguments", grid):
+        _compare({"facts": _as_texts(values)}, grid, of="arguments", within="arguments within a site")
+
+
+def _compare(told: dict[str, Any], grid: LDTPipelineGrid, *, of: str, within: str) -> dict[str, Any]:
+    """Compare the facts that each rank was told; return what the first rank of the edge tells."""
+    edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(told), grid))
+    problems = differences(edge["facts"], cloud["facts"], fix=f"give both sites the same {of}")
+    leaders = edge if grid.site == "edge" else cloud
+    others = _differences_within(told["facts"], leaders["facts"], grid, of=of)
+    odd = ranks_where(bool(others), grid)
     if problems or others:
         raise ConfigError.from_problems([*problems, *others])
     if odd:
         raise ConfigError.of(
-            "settings within a site",
+            within,
             found=Absent(f"rank(s) {', '.join(map(str, odd))} that differ from the first rank of their site"),
-            expected="the same JSON and the same model on every machine of a site",
+            expected=f"the same {of} on every machine of a site",
             fix="see the messages of those ranks",
         )
-    return str(run)
+    return dict(edge)
 
 
 def _differences_within(
-    mine: Mapping[str, str], leaders: Mapping[str, str], grid: LDTPipelineGrid
+    mine: Mapping[str, str], leaders: Mapping[str, str], grid: LDTPipelineGrid, *, of: str
 ) -> list[ConfigProblem]:
     """What this rank was told otherwise than the first rank of its site: machines of a site have copies, too."""
     return [
@@ -152,7 +173,7 @@ def _differences_within(
                 f"{grid.global_rank} of the {grid.site}"
             ),
             expected="the same on every rank of a site",
-            fix="give every machine of a site the same JSON and the same model",
+            fix=f"give every machine of a site the same {of}",
         )
         for name in sorted({*mine, *leaders})
         if mine.get(name) != leaders.get(name)

@@ -7,10 +7,12 @@ anything: a model of which the edge is replaced and the cloud is not trains on w
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor
 from torch.nn import Module
 
@@ -196,13 +198,13 @@ class Restoration:
 
     def undo(self) -> None:
         """Take back what :meth:`put_what_can_be_undone` has put in, on a rank where it succeeded or failed."""
-        base = self._base_optimizer()
-        if "optimizer" in self._before and base is not None:
-            base.load_state_dict(self._before["optimizer"])
-        if "scheduler" in self._before:
-            self._engine.lr_scheduler.load_state_dict(self._before["scheduler"])
+        base, before = self._base_optimizer(), self._before
+        if "optimizer" in before and base is not None:
+            _try("optimizer", lambda: base.load_state_dict(before["optimizer"]))
+        if "scheduler" in before:
+            _try("scheduler", lambda: self._engine.lr_scheduler.load_state_dict(before["scheduler"]))
         if self._position is not None:
-            self._position.take_back()
+            _try("position of the data", self._position.take_back)
 
     def _base_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer that remembers something, inside the one that keeps master weights."""
@@ -226,3 +228,11 @@ class Restoration:
         if self._with_position:
             for counter in COUNTERS:
                 setattr(engine, counter, self.stage_state[counter])
+
+
+def _try(what: str, action: Callable[[], object]) -> None:
+    """Take something back whose own code may refuse that too; the error that is under way says what went wrong."""
+    try:
+        action()
+    except Exception as error:
+        logger.error(f"load_checkpoint: the {what} refuses the state that it had before as well: {error}")

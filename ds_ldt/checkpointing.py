@@ -255,6 +255,8 @@ def _write_rank_files(
 
 def _check_client_state(client_state: Mapping[str, Any]) -> None:
     """Refuse what could not be read back: by name, while the script that holds it is still running."""
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(f"client_state is of type {type(client_state).__name__}. Fix: pass a dictionary")
     clash = [key for key in client_state if key in _RESERVED]
     if clash:
         raise CheckpointError(f"client_state holds {clash}, which name ds_ldt's own entries. Fix: rename them")

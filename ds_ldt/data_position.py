@@ -71,12 +71,11 @@ class Position:
         Raises:
             CheckpointError: the data's ``load_state_dict()`` failed.
         """
-        before = _source(self._engine).state_dict()
+        self._before = _source(self._engine).state_dict()
         self._move(self._state)
-        self._before = before
 
     def take_back(self) -> None:
-        """Bring the data back to where it was before :meth:`put`, if that has succeeded."""
+        """Bring the data back to where it was before :meth:`put`, if that was called."""
         if self._before is not None:
             self._move(self._before)
 

@@ -134,18 +134,7 @@ class LDTPipelineModule(PipelineModule):
         plan = partial(plan_adapters, layers=self._layer_specs, names=layer_names, model_type=model_type)
         self.adapters = None if lora is None else plan(lora)
 
-        init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
-        self._topo = LDTTopology(RankMap.from_config(self.job))
-        self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
-        run = agree(
-            self.job,
-            self._grid,
-            layers=self._layer_specs,
-            wire=self.wire,
-            base_seed=base_seed,
-            fingerprint=fingerprint,
-        )
-        self.run = RunIdentity(run=run)
+        self.run = RunIdentity(run=self._meet(base_seed))
         self.world_group = dist.group.WORLD
         self.global_rank = self._grid.global_rank
         self.world_size = self._grid.world_size
@@ -156,6 +145,20 @@ class LDTPipelineModule(PipelineModule):
         self._build_virtual_stages(base_seed)
         freeze_parameters(self._modules_by_layer(), frozen)
         self.to(get_accelerator().device_name(self.local_rank))
+
+    def _meet(self, base_seed: int) -> str:
+        """Join the ranks of both sites, make sure that all mean the same job, and return the identity of the run."""
+        init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
+        self._topo = LDTTopology(RankMap.from_config(self.job))
+        self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
+        return agree(
+            self.job,
+            self._grid,
+            layers=self._layer_specs,
+            wire=self.wire,
+            base_seed=base_seed,
+            fingerprint=self.fingerprint,
+        )
 
     def _lay_out(self, depths: Mapping[str, int] | None, **joining: int) -> Layout:
         """Cut the layers as configured; with ``depths`` they are those of both modalities and what joins them."""

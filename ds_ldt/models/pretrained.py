@@ -25,6 +25,7 @@ from ds_ldt.models.family import ModelFamily
 from ds_ldt.models.fingerprint import fingerprint_of
 from ds_ldt.models.hf_files import HFWeights
 from ds_ldt.models.layer_files import MANIFEST_FILE, LayerFiles, Site, shape_problems
+from ds_ldt.models.positions import WatchedBatches
 from ds_ldt.models.registry import checked_config, family_of, layout_of, read_hf_config
 from ds_ldt.topology import RankMap
 
@@ -131,7 +132,7 @@ def pipeline_options(family: ModelFamily, config: PreTrainedConfig, layout: Layo
         "parts": family.parts(config),
         "layer_names": [keys.module_name(layer) for layer in range(keys.num_layers)],
         "model_type": family.name,
-        "batch_fn": family.batches(config),
+        "batch_fn": WatchedBatches(family.batches(config), config),
         "count_targets": count_targets,
         "loss_reduction": "token",
     }

@@ -20,8 +20,9 @@ from ds_ldt.models.fingerprint import SAMPLE_BYTES, fingerprint_of, settings_of
 from ds_ldt.models.hf_files import HFWeights
 from ds_ldt.models.registry import checked_config, family_of, read_hf_config
 from ds_ldt.reduce import MAX_TEXT_BYTES
-from tests.conversion.models import CONFIG, edit_json, rewrite, save_model
-from tests.models.tiny import FAMILY_NAMES, tiny_config
+from tests.conversion.models import CONFIG, MATRIX, edit_json, rewrite, save_model
+from tests.harness import GroupPool
+from tests.models.tiny import FAMILY_NAMES, ROWS, tiny_config
 from tests.models.tiny_vl import tiny_vl_config
 
 
@@ -117,3 +118,56 @@ def test_a_resumed_run_remembers_its_ancestors_once() -> None:
     assert second.resuming(first).resumed_from == ("a",)
     assert RunIdentity(run="c").resuming(second) == RunIdentity(run="c", resumed_from=("a", "b"))
     assert first.resuming(RunIdentity(run="z", resumed_from=("a",))).resumed_from == ("z",)
+
+
+def test_S56_sites_that_start_from_different_models_are_told_before_a_layer_is_built(
+    groups: GroupPool, tmp_path: Path
+) -> None:
+    base, other, windowed = (save_model(tmp_path / name, family="mistral") for name in ("base", "other", "windowed"))
+    rewrite(other, lambda tensors: tensors["model.layers.0.input_layernorm.weight"].add_(1))
+    edit_json(windowed / "config.json", sliding_window=3)
+    for hf in (base, other, windowed):
+        layers = Path(f"{hf}_layers")
+        convert_to_layers(hf, config=CONFIG, edge=layers / "edge", cloud=layers / "cloud")
+
+    def layers_of(hf: Path, site: str) -> Path:
+        return Path(f"{hf}_layers", site)
+
+    def sources(edge: Path, cloud: Path) -> dict[str, str]:
+        return {"edge": str(edge), "cloud": str(cloud)}
+
+    cases = [
+        (sources(layers_of(base, "edge"), layers_of(other, "cloud")), CONFIG, {}),
+        (sources(base, other), CONFIG, {}),
+        (sources(layers_of(base, "edge"), layers_of(windowed, "cloud")), CONFIG, {}),
+        (sources(layers_of(base, "edge"), layers_of(base, "cloud")), CONFIG, {"seed": 5}),
+        (sources(layers_of(base, "edge"), base), CONFIG, {}),
+        (sources(layers_of(base, "edge"), layers_of(other, "cloud")), CONFIG, {"load_weights": False}),
+    ]
+    told = groups.run(2, "tests.models.end_to_end:told_of_another_model", cases, deadline_s=60)
+    assert told[0] == told[1]
+    wanted = ["model weights", "model weights", "sliding_window", "base_seed", "accepted", "model weights"]
+    for text, fact in zip(told[0], wanted, strict=True):
+        assert fact in text
+        assert text == "accepted" or text.count("Fix: ") == 1
+
+
+def test_S59_adapters_are_not_loaded_onto_another_base(groups: GroupPool, tmp_path: Path) -> None:
+    base, other, turned = (save_model(tmp_path / name, family="llama") for name in ("base", "other", "turned"))
+    rewrite(other, lambda tensors: tensors["model.layers.3.mlp.up_proj.weight"].add_(1))
+    parameters = json.loads((turned / "config.json").read_text())["rope_parameters"]
+    edit_json(turned / "config.json", rope_parameters={**parameters, "rope_theta": 5e5})
+    settings = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "ldt": {"pipeline_num_layers": MATRIX, "lora": {"r": 2, "target_modules": ["q_proj"]}},
+    }
+    bases = [str(base), str(other), str(turned)]
+    for site, found in groups.run(
+        2, "tests.models.end_to_end:adapters_on_another_base", settings, bases, str(tmp_path / "saved"), deadline_s=90
+    ):
+        assert [is_as_it_should_be for _, is_as_it_should_be in found] == [True, True, True], site
+        assert found[0][0] == "accepted"
+        assert "holds only what was trained on top of llama" in found[1][0]
+        assert "rope_theta: " in found[2][0]
