@@ -79,9 +79,7 @@ def _write_adapter(options: argparse.Namespace, shard_size: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder, "adapter")
         export_adapter(**sites, out=adapter)
-        merge_adapter(
-            options.hf_config, adapter, options.out, max_shard_size=shard_size, overwrite=options.overwrite
-        )
+        merge_adapter(options.hf_config, adapter, options.out, max_shard_size=shard_size, overwrite=options.overwrite)
     return "the model with the adapter merged in"
 
 

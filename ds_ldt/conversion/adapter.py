@@ -41,23 +41,23 @@ def export_adapter(
 ) -> list[str]:
     """Join the adapters of both sites into a directory that `PeftModel.from_pretrained` loads.
 
-    PEFT itself writes it: adapter_config.json and adapter_model.safetensors. Beside them lies ds_ldt_adapter.json, which
-    says on which model it was trained, and by which run.
+    PEFT itself writes it: adapter_config.json and adapter_model.safetensors. ds_ldt_adapter.json beside them says on
+    which model it was trained, and by which run.
 
     Args:
         edge: Checkpoint directory of the edge, or a tag directory in it.
         cloud: The same for the cloud.
         out: Directory to write.
-        hf_config: Directory of the base model. Its config.json, and its weights if it holds any, are compared with what
-            the adapter was trained on. Its absolute path is recorded in the adapter.
+        hf_config: Directory of the base model. Its config.json, and its weights if it holds any, are compared with
+            what the adapter was trained on. Its absolute path is recorded in the adapter.
         overwrite: Replace an adapter that `out` holds.
 
     Returns:
         The names of the adapter's tensors.
 
     Raises:
-        CheckpointError: The checkpoints hold no adapters, or not all of them, or are not of one save; they were trained
-            on another base model; or `out` may not be written, or has no space.
+        CheckpointError: The checkpoints hold no adapters, or not all of them, or are not of one save; they were
+            trained on another base model; or `out` may not be written, or has no space.
         ConfigError: The base model is not supported.
     """
     from peft import get_peft_model

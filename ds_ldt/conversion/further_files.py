@@ -1,4 +1,4 @@
-"""What lies beside the weights of a model: tokenizer, templates, licence. It goes to the edge, and back into an export.
+"""What lies beside the weights of a model: tokenizer, templates, licence. It goes to the edge and into the export.
 
 Copied are the files that transformers' own saving leaves, whatever their size, and every other small file beside them:
 an unknown name may be that of a tokenizer which a later release reads, or a licence that has to stay with the weights.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -149,6 +150,7 @@ def _write_weights(
         if layer not in shapes:
             problems += _tied_copy_problems(files.paths[layer], state, holders[keys.embedding].read(keys.embedding))
             continue
+        _check_frozen(files, layer, shapes[layer].keys() - state.keys())
         problems += [f"{files.paths[layer]}: {problem}" for problem in shape_problems(shapes[layer], state)]
         for key, tensor in state.items():
             dtypes.add(tensor.dtype)
@@ -156,6 +158,15 @@ def _write_weights(
                 writer.add(keys.hf_key(layer, key), tensor)
     raise_listing("The layer files do not fit the model of config.json", problems)
     return {dtype for dtype in dtypes if dtype.is_floating_point}
+
+
+def _check_frozen(files: LayerFiles, layer: int, missing: Set[str]) -> None:
+    """Say it in one line if weights are missing because they were left out when the checkpoint was saved."""
+    if missing and files.checkpoint is not None and files.checkpoint.frozen_excluded:
+        raise CheckpointError(
+            f"{files.paths[layer]} lacks {len(missing)} weights: checkpoint {files.checkpoint} was saved without frozen "
+            "parameters and is no whole model. Fix: save with exclude_frozen_parameters=False"
+        )
 
 
 def _tied_copy_problems(path: Path, state: dict[str, Tensor], embedding: dict[str, Tensor]) -> list[str]:

@@ -103,9 +103,7 @@ class _Model:
         family = family_of(config)
         weights = HFWeights(source, family.key_map(config))
         weights.check(family.expected_shapes(config))
-        return cls(
-            weights=weights, layout=layout, family=family.name, fingerprint=fingerprint_of(config, weights)
-        )
+        return cls(weights=weights, layout=layout, family=family.name, fingerprint=fingerprint_of(config, weights))
 
     def num_bytes(self, site: Site) -> int:
         """The size of what a site gets."""
