@@ -155,12 +155,10 @@ def _not_one_save(edge: Path, cloud: Path, halves: Halves) -> str:
     if None not in (first.tag, second.tag) and first.tag != second.tag:
         latest = f" `{LATEST_FILE}` of the edge names {first.tag!r}, that of the cloud {second.tag!r}."
     pair = _common_save(edge, cloud)
-    fix = (
-        "name the directories of one save" if pair is None else f"name {pair[0]} and {pair[1]}, which are of one save"
-    )
+    fix = "the directories of one save" if pair is None else f"{pair[0]} and {pair[1]}, which are of one save"
     return (
-        f"The sites' checkpoints are not of one save: the edge's {_described(first)}, the cloud's {_described(second)}."
-        f"{latest} Halves of different runs or moments make no model. Fix: {fix}"
+        f"The sites' checkpoints are not of one save: the edge's {_described(first)}, the cloud's "
+        f"{_described(second)}.{latest} Halves of different runs or moments make no model. Fix: name {fix}"
     )
 
 
@@ -195,6 +193,6 @@ def _compare(wanted: ModelFingerprint, found: ModelFingerprint, what: str, where
     difference = wanted.difference(found)
     if difference is not None:
         raise CheckpointError(
-            f"{where} is of another model than {what}: {found}, while they are of {wanted}. They differ in {difference} "
-            f"({where} last). Fix: name the model that was trained with --hf-config"
+            f"{where} is of another model than {what}: {found}, while they are of {wanted}. They differ in "
+            f"{difference} ({where} last). Fix: name the model that was trained with --hf-config"
         )

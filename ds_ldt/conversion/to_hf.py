@@ -115,8 +115,8 @@ def _check_whole(halves: Halves) -> None:
     checkpoint = halves.checkpoint
     if checkpoint is not None and checkpoint.lora is not None:
         raise CheckpointError(
-            f"{halves.places} hold adapters (ldt.lora), not a whole model: checkpoint {checkpoint}. Fix: give --adapter "
-            "to export the adapter for PEFT, or --merge for the model in --hf-config with the adapter merged in"
+            f"{halves.places} hold adapters (ldt.lora), not a whole model: checkpoint {checkpoint}. Fix: give "
+            "--adapter to export the adapter for PEFT, or --merge for the model in --hf-config with it merged in"
         )
 
 
@@ -164,8 +164,8 @@ def _check_frozen(files: LayerFiles, layer: int, missing: Set[str]) -> None:
     """Say it in one line if weights are missing because they were left out when the checkpoint was saved."""
     if missing and files.checkpoint is not None and files.checkpoint.frozen_excluded:
         raise CheckpointError(
-            f"{files.paths[layer]} lacks {len(missing)} weights: checkpoint {files.checkpoint} was saved without frozen "
-            "parameters and is no whole model. Fix: save with exclude_frozen_parameters=False"
+            f"{files.paths[layer]} lacks {len(missing)} weights: checkpoint {files.checkpoint} was saved without "
+            "frozen parameters and is no whole model. Fix: save with exclude_frozen_parameters=False"
         )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of two sites are joined if they are of one save, and of the model whose config is named; else refused."""
+"""Checkpoints of two sites are joined if they are of one save and of the model that is named; else refused."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ LEFT = {
     "training_args.bin": "weights",
     "modeling_custom.py": "code",
     "additional_chat_templates/notes.txt": "no template",
-    ".gitattributes": "hidden",
+    ".gitattributes": "a hidden file",
     "latest": "a name that ds_ldt writes itself",
 }
 
