@@ -52,14 +52,18 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+def without_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a writer find the disk full while it writes, as if the room had been there when it looked."""
+    for module in ("directories", "to_layers"):
+        monkeypatch.setattr(f"ds_ldt.conversion.{module}.check_free", lambda needed: None)
+
+
 @every_writer
 def test_S61_disk_without_room_is_said_before_anything_is_written(
     originals: Path, tmp_path: Path, write: Writer
 ) -> None:
     with small_disk(tmp_path / "disk", 8 << 10) as disk:
-        refused(
-            lambda: write(originals, disk.joinpath), f"no space to write {disk}/", "bytes are needed, 8,192 are free"
-        )
+        refused(lambda: write(originals, disk.joinpath), f"no space to write {disk}/", " 8,192 are free")
         assert list(disk.iterdir()) == []
 
 
@@ -78,32 +82,29 @@ def test_S61_write_that_fails_leaves_what_was_there(originals: Path, tmp_path: P
 def test_S61_disk_that_fills_up_meanwhile_leaves_what_was_there(
     originals: Path, tmp_path: Path, write: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ds_ldt.conversion import directories, to_layers
-
-    # As if the room had been there when it was looked for.
-    monkeypatch.setattr(directories, "check_free", lambda needed: None)
-    monkeypatch.setattr(to_layers, "check_free", lambda needed: None)
+    without_looking(monkeypatch)
     whole = tmp_path / "whole"
     write(originals, whole.joinpath)
     size = sum(path.stat().st_size + 4096 for path in whole.rglob("*"))
     with small_disk(tmp_path / "disk", size + (4 << 10)) as disk:
         shutil.copytree(whole, disk / "out")
-        before = contents(disk / "out")
-        refused(
-            lambda: write(originals, (disk / "out").joinpath),
-            f"no space to write {disk}/out/",
-            "No space left on device",
-        )
-        assert contents(disk / "out") == before
-        assert not [path.name for path in (disk / "out").iterdir() if path.name.startswith(".")]
+        out, before = disk / "out", contents(disk / "out")
+        refused(lambda: write(originals, out.joinpath), f"no space to write {out}/", "No space left on device")
+        assert contents(out) == before
+        assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 
 
-def test_S61_of_two_sites_the_one_whose_disk_is_full_is_named(originals: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["before", "meanwhile"])
+def test_S61_of_two_sites_the_one_whose_disk_is_full_is_named(
+    originals: Path, tmp_path: Path, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:
+        without_looking(monkeypatch)
     with small_disk(tmp_path / "disk", 8 << 10) as disk:
         for edge, cloud in ((disk / "edge", tmp_path / "cloud"), (tmp_path / "edge", disk / "cloud")):
             full = edge if edge.parent == disk else cloud
             said = refused(lambda e=edge, c=cloud: convert_to_layers(originals / "hf", config=CONFIG, edge=e, cloud=c))
-            assert said.startswith(f"no space to write {full}: ")
+            assert said.startswith(f"no space to write {full}{': ' if known else ' ('}")
         assert not (tmp_path / "edge").exists()
         assert not (tmp_path / "cloud").exists()
 
