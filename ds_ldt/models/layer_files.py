@@ -103,6 +103,11 @@ class Manifest:
                     f"{path} has format version {content.get('version')}, expected {VERSION}. Fix: convert the model "
                     "again."
                 )
+            if "model" not in content:
+                raise CheckpointError(
+                    f"{path} does not say of which model the layers are: an earlier ds_ldt wrote it. Fix: convert the "
+                    "model again."
+                )
             layers = {int(layer): LayerEntry(**entry) for layer, entry in content.pop("layers").items()}
             model = ModelFingerprint.from_json(content.pop("model"))
             return cls(layers=layers, model=model, **content)

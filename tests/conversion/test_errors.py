@@ -264,6 +264,7 @@ def test_layer_file_that_would_run_code_is_refused(work: Path, monkeypatch: pyte
         ("[]", "damaged"),
         ('{"format": "else"}', "does not describe"),
         (None, "version 3, expected 2"),
+        ('{"format": "ds_ldt layer files", "version": 2, "layers": {}}', "of which model"),
     ],
 )
 def test_bad_manifest_is_named(work: Path, content: str | None, fragment: str) -> None:
