@@ -124,8 +124,10 @@ def _check_replaceable(target: Path, is_ours: Callable[[Path, str], bool], overw
     names = [
         path.relative_to(target).as_posix()
         for path in sorted(target.rglob("*"))
-        if not path.is_dir() and path.relative_to(target).parts[0] != _LOST_AND_FOUND
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
     ]
+    if target.is_mount():
+        names = [name for name in names if name.split("/")[0] != _LOST_AND_FOUND]
     foreign = [name for name in names if not is_ours(target, name)]
     if foreign:
         shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")

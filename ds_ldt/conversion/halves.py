@@ -193,6 +193,6 @@ def _compare(wanted: ModelFingerprint, found: ModelFingerprint, what: str, where
     difference = wanted.difference(found)
     if difference is not None:
         raise CheckpointError(
-            f"{where} is of another model than {what}: {found}, while they are of {wanted}. They differ in "
-            f"{difference} ({where} last). Fix: name the model that was trained with --hf-config"
+            f"{where} is of another model than {what}: {found}, not {wanted}. They differ in {difference} "
+            f"({where} last). Fix: name the model that was trained with --hf-config"
         )

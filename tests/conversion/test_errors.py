@@ -168,6 +168,13 @@ def test_foreign_files_are_never_replaced(work: Path) -> None:
     assert (work / "out" / "thesis.tex").read_text() == "mine"
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to(path.parent.parent / "hf")])
+def test_foreign_directories_are_never_replaced(work: Path, make: Callable[[Path], Any]) -> None:
+    to_hf(work)
+    make(work / "out" / "mine")
+    refused(lambda: to_hf(work, overwrite=True), "not written by this tool: mine")
+
+
 def test_exported_model_is_replaced_on_request_only(work: Path) -> None:
     to_hf(work, max_shard_size="10KB")
     refused(lambda: to_hf(work), "is not empty", "--overwrite")
