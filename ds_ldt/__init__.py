@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ds_ldt.engine import LDTPipelineEngine
     from ds_ldt.errors import CheckpointError, ConfigError, LDTError, LinkError, PrivacyError, ScheduleError
     from ds_ldt.module import LDTPipelineModule
+    from ds_ldt.preparation import preparing_data
     from ds_ldt.wire import WireSchema, WireTensor
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 # Public name -> module that defines it.
 _HOMES = {
     "initialize": "ds_ldt.api",
+    "preparing_data": "ds_ldt.preparation",
     "LDTPipelineModule": "ds_ldt.module",
     "LDTPipelineEngine": "ds_ldt.engine",
     "LDTConfig": "ds_ldt.config",
@@ -61,6 +63,7 @@ __all__ = [
     "initialize",
     "load_config",
     "models",
+    "preparing_data",
 ]
 
 

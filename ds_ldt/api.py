@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
@@ -16,6 +17,7 @@ from ds_ldt.engine import LDTPipelineEngine
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.plan.hints import known_from_config, memory_warning
+from ds_ldt.rendezvous import gather_in_call
 
 
 def initialize(
@@ -67,6 +69,8 @@ def initialize(
         ConfigError: an argument is not accepted, ``config`` differs from the module's, or the module has an engine; on
             every rank: the optimizer of some rank lacks a parameter that is trained, or holds one that is not the
             module's.
+        LinkError: a rank did not call it within ``ldt.timeout_s``; it is named. Ranks that prepare their data are
+            waited for longer (see :func:`ds_ldt.preparing_data`).
     """
     _refuse(
         distributed_port=distributed_port,
@@ -87,6 +91,13 @@ def initialize(
     _check_open(model)
     model.inject_adapters()
     grid = model.mpu()
+    gather_in_call(
+        torch.distributed,
+        call="ds_ldt.initialize",
+        number=grid.number,
+        timeout_s=grid.timeout_s,
+        sites=grid.rank_map.sites,
+    )
     agree_that_all_have_one(bool(optimizer or model.job.deepspeed.get("optimizer", {}).get("type")), grid)
     engine = LDTPipelineEngine(
         args=None,

@@ -10,6 +10,7 @@ import contextlib
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopolog
 
 from ds_ldt.errors import LinkError
 from ds_ldt.topology import RankMap
+
+_NUMBERS = count(1)
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -77,6 +80,9 @@ class LDTPipelineGrid(PipelineParallelGrid):
     Args:
         topology: where each rank sits.
         timeout_s: how long a collective may take, in seconds.
+
+    Attributes:
+        number: tells this grid from others of the same processes; the same on every rank.
     """
 
     def __init__(self, topology: LDTTopology, *, timeout_s: float) -> None:
@@ -85,6 +91,7 @@ class LDTPipelineGrid(PipelineParallelGrid):
         self._topo = topology
         self.rank_map = topology.rank_map
         self.timeout_s = timeout_s
+        self.number = next(_NUMBERS)
         self.data_parallel_size = self.rank_map.cloud_data_parallel_size
         self.pipe_parallel_size = self.rank_map.num_stages
         self.model_parallel_size = max(topology.get_dim("model"), 1)

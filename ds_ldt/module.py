@@ -129,8 +129,9 @@ class LDTPipelineModule(PipelineModule):
         plan = partial(plan_adapters, layers=self._layer_specs, names=layer_names, model_type=model_type)
         self.adapters = None if lora is None else plan(lora)
 
-        init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
-        self._topo = LDTTopology(RankMap.from_config(self.job))
+        rank_map = RankMap.from_config(self.job)
+        init_distributed(self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed, sites=rank_map.sites)
+        self._topo = LDTTopology(rank_map)
         self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
         agree(self.job, self._grid, num_layers=self._num_layers, wire=self.wire)
         self.world_group = dist.group.WORLD
