@@ -38,8 +38,8 @@ _GATHERINGS = count(1)
 """Numbers the gatherings over a world that exists; every rank of it makes the same ones."""
 
 DATA_HINT = (
-    "The edge may still be reading or tokenising its data: do that inside `with ds_ldt.preparing_data(config):`, which "
-    "lets the other ranks wait for as long as it goes on, or raise ldt.timeout_s"
+    "The edge may still be reading or tokenising its data: do that inside `with ds_ldt.preparing_data(config):`, "
+    "which lets the other ranks wait for as long as it goes on, or raise ldt.timeout_s"
 )
 
 
@@ -169,12 +169,12 @@ def _unreached(launched: LaunchEnvironment, timeout_s: float, sites: Sequence[st
     me = f"this rank{_site(sites, launched.rank)}, {local_end(launched.master_addr, launched.master_port)}"
     if holds_store(launched.rank):
         return LinkError(
-            f"{start}{me}, listens at this port, but the address does not lead to it: {reason(error)}. Fix: MASTER_ADDR "
-            "(--master_addr) must be an address of the machine of rank 0, the edge, under which both sites reach it; "
-            "name the same one on both."
+            f"{start}{me}, listens at this port, but the address does not lead to it: {reason(error)}. Fix: "
+            "MASTER_ADDR (--master_addr) must be an address of the machine of rank 0, the edge, under which both sites "
+            "reach it; name the same one on both."
         )
     if isinstance(error, NotAStoreError):
-        return LinkError(f"{start}{me}: {reason(error)}. Fix: choose a port that no other program uses, on both sites.")
+        return LinkError(f"{start}{me}: {reason(error)}. Fix: choose a port that nothing else uses, on both sites.")
     return LinkError(
         f"{start}nobody answered. Rank 0{_site(sites, 0)} should listen there; {me}: {reason(error)}. Look at: is the "
         "edge started, with the same hostfile, address and port; is this the edge's address as seen from here; does a "
@@ -273,8 +273,9 @@ def gather_at_start(launched: LaunchEnvironment, world: Any, *, timeout_s: float
             f"Rank {launched.rank} of {launched.world_size} did not meet the others at {where} within {timeout_s:g} s "
             f"(ldt.timeout_s): {_who(missing, launched, sites)} This rank{_site(sites, launched.rank)} waited "
             f"{waited_s:.1f} s, {local_end(launched.master_addr, launched.master_port)}. Look at: is the other site "
-            "started, with the same hostfile, address and port; can it reach this address and port (firewall); what do "
-            f"the logs of those ranks say; does GLOO_SOCKET_IFNAME name the interface that leads there. {DATA_HINT}."
+            "started, with the same hostfile, address and port; can it reach this address and port (firewall); what "
+            f"do the logs of those ranks say; does GLOO_SOCKET_IFNAME name the interface that leads there. "
+            f"{DATA_HINT}."
         )
 
     gather(store, rank=launched.rank, world_size=launched.world_size, timeout_s=timeout_s, missed=missed, key=key)
@@ -314,8 +315,8 @@ def gather_in_call(
     def missed(missing: Sequence[int], waited_s: float) -> LinkError:
         who = f"{listed(missing, sites)} to come to {call}" if missing else "rank 0, whose store does not answer"
         return LinkError(
-            f"rank {rank}{_site(sites, rank)} waited {waited_s:.1f} s for {who} (ldt.timeout_s = {timeout_s:g}). Every "
-            f"rank of both sites has to call it; look at the log of who did not. {DATA_HINT}."
+            f"rank {rank}{_site(sites, rank)} waited {waited_s:.1f} s for {who} (ldt.timeout_s = {timeout_s:g}). "
+            f"Every rank of both sites has to call it; look at the log of who did not. {DATA_HINT}."
         )
 
     key = f"{call}/{number}"

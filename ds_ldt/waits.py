@@ -1,8 +1,8 @@
 """Who was silent first: follows who waits for whom to the rank that has reported nothing.
 
 A rank that is stopped takes its neighbours with it: they wait for it, others wait for them, and all of them run into
-the same timeout at nearly the same moment. Each knows only whom it waited for itself. Put together, the reports lead to
-the rank that made none.
+the same timeout at nearly the same moment. Each knows only whom it waited for itself. Put together, the reports lead
+to the rank that made none.
 """
 
 from __future__ import annotations
