@@ -168,7 +168,7 @@ class ControlLink:
             wait = Wait(
                 rank=self._rank,
                 peers=(peer,),
-                doing=f"{doing} rank {peer} (step {step.step}, {step.kind.call})",
+                doing=f"announcement of step {step.step}, {step.kind.call}",
                 seconds=waited_s,
                 closed=not has_timed_out(error),
             )

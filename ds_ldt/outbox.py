@@ -113,7 +113,7 @@ def link_failure(
     wait = Wait(
         rank=rank,
         peers=(peer,),
-        doing=f"for rank {peer} to take {message}" if sends else f"to receive {message} from rank {peer}",
+        doing=f"to {'send' if sends else 'receive'} {message}",
         seconds=waited_s,
         closed=not has_timed_out(error),
     )

@@ -23,7 +23,7 @@ class Wait:
     Attributes:
         rank: Who waited.
         peers: For whom: one rank for a message, all others for a collective call.
-        doing: For what, e.g. `to receive micro_batch 3 of ... from rank 2`.
+        doing: For what, e.g. `to receive micro_batch 3 of ...`.
         seconds: For how long.
         closed: The connection was closed; False: the time ran out.
     """
@@ -40,7 +40,8 @@ class Wait:
 
     def __str__(self) -> str:
         """Return it as part of a sentence."""
-        return f"rank {self.rank} waited {self.seconds:.1f} s {self.doing}"
+        awaited = ranks(self.peers) if len(self.peers) == 1 else "the others"
+        return f"rank {self.rank} waited {self.seconds:.1f} s for {awaited} ({self.doing})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +127,24 @@ def explain(verdict: Verdict, *, plain: str, timeout_s: float, cause: object) ->
         cause: What the backend said.
     """
     mine, last = verdict.chain[0], verdict.chain[-1]
+    if not verdict.silent and mine.closed:
+        gave_up = [wait for wait in verdict.chain[1:] if mine.rank in wait.peers and not wait.closed]
+        if gave_up:
+            return (
+                f"rank {mine.rank}: the others have given up waiting for this rank: {_sentence(gave_up)}. It was stopped, "
+                f"busy or cut off for longer than ldt.timeout_s = {timeout_s:g} s: raise that if it is only slow. Cause: "
+                f"{cause}"
+            )
     if not verdict.silent:
         return (
             f"{plain} All who are waited for have reported that they wait too, so no rank is silent: "
             f"{_sentence(verdict.chain[1:])}. They make different calls, or a connection between them carries nothing "
             "any more. Every rank of both sites has to make the same calls in the same order."
         )
-    if len(verdict.silent) > 1 or (len(verdict.chain) == 1 and len(mine.peers) == 1):
-        return f"{plain} No report of a wait came from {ranks(verdict.silent)}."
+    if len(verdict.silent) > 1:
+        return f"{plain} Those who have reported no wait of their own: {ranks(verdict.silent)}."
+    if len(verdict.chain) == 1 and len(mine.peers) == 1:
+        return plain
     (rank,) = verdict.silent
     if last.closed:
         what, why = "is gone or closed the connection first", f"Look for the first error in the log of rank {rank}."

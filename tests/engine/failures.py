@@ -147,17 +147,17 @@ def one_rank_stops(stopped: int, place: str, num_stages: int) -> tuple[str, str,
     engine.train_batch()
     if dist.get_rank() == stopped:
         if place == "layer":
-            engine.module.register_forward_pre_hook(lambda *_: _stop_for_a_while())
+            engine.module.register_forward_pre_hook(lambda *_: stop_for_a_while())
         else:
             collect = engine._accumulated_gradients
-            engine._accumulated_gradients = lambda: (_stop_for_a_while(), collect())[1]
+            engine._accumulated_gradients = lambda: (stop_for_a_while(), collect())[1]
     return outcome(engine.train_batch)
 
 
 _STOP_TIMEOUT_S = 2.0
 
 
-def _stop_for_a_while() -> None:
+def stop_for_a_while() -> None:
     """Stop this process; another one lets it go on long after everybody else has given up."""
     wake = f"sleep {2 * _STOP_TIMEOUT_S + 2}; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", wake], start_new_session=True)
