@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     from ds_ldt import models
-    from ds_ldt.api import initialize
+    from ds_ldt.api import initialize, site_of_this_rank
     from ds_ldt.config import JobConfig, LDTConfig, load_config
     from ds_ldt.engine import LDTPipelineEngine
     from ds_ldt.errors import CheckpointError, ConfigError, LDTError, LinkError, PrivacyError, ScheduleError
     from ds_ldt.module import LDTPipelineModule
     from ds_ldt.preparation import preparing_data
+    from ds_ldt.saver import Saver
     from ds_ldt.wire import WireSchema, WireTensor
 
 __version__ = "0.1.0"
@@ -27,6 +28,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "initialize": "ds_ldt.api",
     "preparing_data": "ds_ldt.preparation",
+    "site_of_this_rank": "ds_ldt.api",
+    "Saver": "ds_ldt.saver",
     "LDTPipelineModule": "ds_ldt.module",
     "LDTPipelineEngine": "ds_ldt.engine",
     "LDTConfig": "ds_ldt.config",
@@ -55,6 +58,7 @@ __all__ = [
     "LayerSpec",
     "LinkError",
     "PrivacyError",
+    "Saver",
     "ScheduleError",
     "TiedLayerSpec",
     "WireSchema",
@@ -64,6 +68,7 @@ __all__ = [
     "load_config",
     "models",
     "preparing_data",
+    "site_of_this_rank",
 ]
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.config import get_gradient_clipping
 
 from ds_ldt.config import JobConfig
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.grid import LDTPipelineGrid
-from ds_ldt.reduce import bounded, exchange_text
+from ds_ldt.identity import ModelFingerprint, draw_identity
+from ds_ldt.reduce import bounded, exchange_text, ranks_where
 from ds_ldt.wire import WireSchema
 
 # What decides the arithmetic of a step. Paths, monitors and printing may differ between the sites.
@@ -44,15 +46,34 @@ def shared_settings(job: JobConfig) -> dict[str, str]:
     return _as_texts(settings)
 
 
-def shared_facts(job: JobConfig, *, num_layers: int, wire: WireSchema) -> dict[str, str]:
-    """The facts that both sites must agree on, as short texts by name: the shared settings and the model's part."""
+def shared_facts(
+    job: JobConfig, *, layers: Sequence[Any], wire: WireSchema, base_seed: int, fingerprint: ModelFingerprint | None
+) -> dict[str, str]:
+    """The facts that both sites must agree on, as short texts by name: the shared settings and the model's part.
+
+    Args:
+        job: the configuration.
+        layers: every layer of the model, as specs, modules or functions.
+        wire: what may cross a boundary.
+        base_seed: seed of initial weights and of what layers draw.
+        fingerprint: which model it is, if that is known.
+    """
     model: dict[str, Any] = {
-        "number of layers": num_layers,
+        "number of layers": len(layers),
+        "kinds of layers": [_kind(layer) for layer in layers],
+        "base_seed": base_seed,
         "wire schema": [[str(t) for t in wire.tensors], wire.uniform],
+        **({} if fingerprint is None else fingerprint.facts()),
     }
     if wire.per_boundary:
         model["wire schema by boundary"] = _by_boundary(wire)
     return shared_settings(job) | _as_texts(model)
+
+
+def _kind(layer: Any) -> str:
+    """The name of a layer's class; of a function, which may be made anew on each site, only that it is one."""
+    made = layer.typename if isinstance(layer, LayerSpec) else type(layer)
+    return str(getattr(made, "__name__", "function"))
 
 
 def _as_texts(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -85,16 +106,75 @@ def differences(
     ]
 
 
-def agree(job: JobConfig, grid: LDTPipelineGrid, *, num_layers: int, wire: WireSchema) -> None:
-    """Compare the facts of the two sites.
+def agree(job: JobConfig, grid: LDTPipelineGrid, **model: Any) -> str:
+    """Compare the facts of the two sites, and within each site those of every rank; and give the run an identity.
+
+    Args:
+        job: the configuration.
+        grid: the groups.
+        model: the rest of what :func:`shared_facts` takes.
+
+    Returns:
+        The identity of the run, drawn by the first rank of the edge.
 
     Raises:
         ConfigError: on every rank of both sites, if they differ; all differences are listed.
         LinkError: the other site did not answer within ``ldt.timeout_s``.
     """
-    mine = shared_facts(job, num_layers=num_layers, wire=wire)
     with bounded("the comparison of the two sites' configurations", grid):
-        edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(mine), grid))
-    problems = differences(edge, cloud)
-    if problems:
-        raise ConfigError.from_problems(problems)
+        told = {"run": draw_identity(), "facts": shared_facts(job, **model)}
+        edge = _compare(told, grid, of="JSON and the same model", within="settings within a site")
+    return str(edge["run"])
+
+
+def agree_on(values: Mapping[str, object], grid: LDTPipelineGrid) -> None:
+    """Compare values of a script, such as the number of its steps, on every rank of both sites.
+
+    Args:
+        values: by what names them, e.g. ``--steps``. They cross the link: name nothing that belongs to the edge alone.
+        grid: the groups.
+
+    Raises:
+        ConfigError: on every rank of both sites, if they differ; all differences are listed.
+        LinkError: the other site did not answer within ``ldt.timeout_s``.
+    """
+    with bounded("the comparison of the two sites' arguments", grid):
+        _compare({"facts": _as_texts(values)}, grid, of="arguments", within="arguments within a site")
+
+
+def _compare(told: dict[str, Any], grid: LDTPipelineGrid, *, of: str, within: str) -> dict[str, Any]:
+    """Compare the facts that each rank was told; return what the first rank of the edge tells."""
+    edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(told), grid))
+    problems = differences(edge["facts"], cloud["facts"], fix=f"give both sites the same {of}")
+    leaders = edge if grid.site == "edge" else cloud
+    others = _differences_within(told["facts"], leaders["facts"], grid, of=of)
+    odd = ranks_where(bool(others), grid)
+    if problems or others:
+        raise ConfigError.from_problems([*problems, *others])
+    if odd:
+        raise ConfigError.of(
+            within,
+            found=Absent(f"rank(s) {', '.join(map(str, odd))} that differ from the first rank of their site"),
+            expected=f"the same {of} on every machine of a site",
+            fix="see the messages of those ranks",
+        )
+    return dict(edge)
+
+
+def _differences_within(
+    mine: Mapping[str, str], leaders: Mapping[str, str], grid: LDTPipelineGrid, *, of: str
+) -> list[ConfigProblem]:
+    """What this rank was told otherwise than the first rank of its site: machines of a site have copies, too."""
+    return [
+        ConfigProblem(
+            key=name,
+            found=Absent(
+                f"{leaders.get(name, 'nothing')} on rank {grid.site_ranks[0]}, {mine.get(name, 'nothing')} on rank "
+                f"{grid.global_rank} of the {grid.site}"
+            ),
+            expected="the same on every rank of a site",
+            fix=f"give every machine of a site the same {of}",
+        )
+        for name in sorted({*mine, *leaders})
+        if mine.get(name) != leaders.get(name)
+    ]

@@ -15,9 +15,12 @@ from ds_ldt.config import JobConfig, load_config
 from ds_ldt.coverage import agree_that_all_have_one, given_parameters
 from ds_ldt.engine import LDTPipelineEngine
 from ds_ldt.errors import Absent, ConfigError
+from ds_ldt.launch import prepare_environment
 from ds_ldt.module import LDTPipelineModule
+from ds_ldt.output_paths import check_together, output_paths_of
 from ds_ldt.plan.hints import known_from_config, memory_warning
 from ds_ldt.rendezvous import gather_in_call
+from ds_ldt.topology import RankMap
 
 
 def initialize(
@@ -68,7 +71,8 @@ def initialize(
     Raises:
         ConfigError: an argument is not accepted, ``config`` differs from the module's, or the module has an engine; on
             every rank: the optimizer of some rank lacks a parameter that is trained, or holds one that is not the
-            module's.
+            module's; some rank cannot write where the configuration says (``ldt.trace``, ``ldt.measured_costs``,
+            tensorboard, csv_monitor).
         LinkError: a rank did not call it within ``ldt.timeout_s``; it is named. Ranks that prepare their data are
             waited for longer (see :func:`ds_ldt.preparing_data`).
     """
@@ -89,7 +93,6 @@ def initialize(
     _check_whole_numbers(shuffle_seed=0 if shuffle_seed is None else shuffle_seed, num_workers=num_workers)
 
     _check_open(model)
-    model.inject_adapters()
     grid = model.mpu()
     gather_in_call(
         torch.distributed,
@@ -98,6 +101,8 @@ def initialize(
         timeout_s=grid.timeout_s,
         sites=grid.rank_map.sites,
     )
+    check_together(output_paths_of(model.job, grid.global_rank), grid, what="ds_ldt.initialize (output paths)")
+    model.inject_adapters()
     agree_that_all_have_one(bool(optimizer or model.job.deepspeed.get("optimizer", {}).get("type")), grid)
     engine = LDTPipelineEngine(
         args=None,
@@ -116,6 +121,24 @@ def initialize(
     model.has_engine = True
     _describe(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def site_of_this_rank(config: str | os.PathLike[str] | Mapping[str, Any] | JobConfig) -> str:
+    """The site that this process belongs to, which the launcher's variables tell before any process group exists.
+
+    A script asks for it to read and tokenise its data before the model is built, on the edge alone.
+
+    Args:
+        config: the DeepSpeed JSON with its "ldt" section.
+
+    Returns:
+        ``"edge"`` or ``"cloud"``.
+
+    Raises:
+        ConfigError: the configuration or the launcher's variables are wrong.
+    """
+    launched = prepare_environment()
+    return RankMap.from_config(load_config(config, world_size=launched.world_size)).site(launched.rank)
 
 
 def _check_open(model: LDTPipelineModule) -> None:

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 
 _HIGHEST_PORT = 65535
 _LONGEST_WAIT_S = 604800.0
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number.
+
+    Args:
+        least: The least that is accepted.
+    """
+
+    def whole_number(text: str) -> int:
+        if not text.strip().removeprefix("+").isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return int(text)
+
+    return whole_number
 
 
 def tokens(text: str) -> int:

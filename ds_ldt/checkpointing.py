@@ -1,41 +1,48 @@
 """Checkpoints over two sites that share no disk: each site writes its own half, and both commit together.
 
-A checkpoint directory of a site looks as DeepSpeed's does: ``<dir>/latest`` names the newest tag and ``<dir>/<tag>/``
-holds ``layer_XX-model_states.pt`` (weights, XX the global pipeline layer index), ``mp_rank_PP_model_states.pt``
-(optimizer, scheduler and counters of stage PP) and, in half precision and with ZeRO stage 1, one optimizer shard per
-replica instead of the optimizer; on the edge also ``data_replica_EE.pt``, where the training data of replica EE is.
-Files are written aside, moved into place once every rank of both sites has written all of its own, and the site's
-manifest ``ldt_checkpoint_<site>.json`` comes last: a tag without it is not a checkpoint.
+A checkpoint directory of a site looks as DeepSpeed's does: ``<dir>/latest`` names a tag and ``<dir>/<tag>/`` holds
+``layer_XX-model_states.pt`` (weights, XX the global pipeline layer index), ``mp_rank_PP_model_states.pt`` (optimizer,
+scheduler and counters of stage PP) and, in half precision and with ZeRO stage 1, one optimizer shard per replica
+instead of the optimizer; on the edge also ``data_replica_EE.pt``, where the training data of replica EE is. The site's
+manifest says which run and which save the files are of (:mod:`ds_ldt.checkpoint_manifest`), and
+:mod:`ds_ldt.checkpoint_directory` how they get in place.
+
+To load, every rank reads and checks all that it needs; only when all ranks have, anything changes.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.utils import logger
+from torch import Tensor
 from torch.nn import Module
 
 from ds_ldt import data_position
+from ds_ldt.checkpoint_choice import Choice, Survey, choose, common_save
+from ds_ldt.checkpoint_directory import CheckpointDirectory
+from ds_ldt.checkpoint_loading import COUNTERS, Restoration, real_optimizer
+from ds_ldt.checkpoint_manifest import CheckpointManifest, tag_problem
 from ds_ldt.errors import CheckpointError
-from ds_ldt.reduce import MAX_TEXT_BYTES, bounded, exchange_text, sum_over_sites
+from ds_ldt.identity import draw_identity
+from ds_ldt.models.layer_files import layer_file_name
+from ds_ldt.optimizer_files import shard_file, stage_file
+from ds_ldt.optimizer_states import names_of, whole_state
+from ds_ldt.reduce import MAX_TEXT_BYTES, bounded, exchange_text, ranks_where
+from ds_ldt.storage import writing
 
 if TYPE_CHECKING:
     from ds_ldt.engine import LDTPipelineEngine
 
-FORMAT = 1
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_RESERVED = ("optimizer", "lr_scheduler", "module", *_COUNTERS)
-
-
-def manifest_name(site: str) -> str:
-    """File name of a site's manifest inside a tag directory; its presence commits the tag."""
-    return f"ldt_checkpoint_{site}.json"
+_RESERVED = ("optimizer", "lr_scheduler", "module", *COUNTERS)
 
 
 def save(
@@ -58,27 +65,27 @@ def save(
         exclude_frozen_parameters: leave parameters that are not trained out of the layer files.
 
     Raises:
-        CheckpointError: a rank could not write; nothing of an earlier checkpoint is lost.
+        CheckpointError: the tag cannot be used, ``client_state`` could not be read back, or a rank could not write.
+            What was there before is there still, and nothing that is partial is left.
     """
     name = str(tag if tag is not None else f"global_step{engine.global_steps}")
-    root = Path(save_dir)
-    staging = root / f".{name}.{engine.site}.partial"
+    place = CheckpointDirectory(Path(save_dir), engine.site)
     with bounded("save_checkpoint", engine.grid):
-        _agree_on_tag(engine, name)
-        _together(engine, f"prepare {staging}", lambda: _prepare(root, staging, engine.site), leaders_only=True)
+        moment = _agree_on_save(engine, name)
+        what = f"write checkpoint {name!r} in {place.root}"
+        _together(engine, f"prepare {place.staging(name)}", lambda: place.prepare(name), leaders_only=True)
+        _settle_tag(engine, place, name)
         _together(
             engine,
-            f"write checkpoint {name!r} in {root}",
-            lambda: _write_rank_files(engine, staging, client_state, exclude_frozen_parameters),
+            what,
+            lambda: _write_rank_files(engine, place.staging(name), client_state, exclude_frozen_parameters),
+            undo=lambda: place.discard(name) if engine.grid.is_site_leader else None,
         )
-        _together(
-            engine,
-            f"commit checkpoint {name!r} in {root}",
-            lambda: _commit(engine, staging, root / name, frozen_excluded=exclude_frozen_parameters),
-            leaders_only=True,
-        )
+        manifest = _manifest(engine, name, moment, frozen_excluded=exclude_frozen_parameters)
+        _commit(engine, place, manifest)
         if save_latest:
-            _together(engine, f"point latest to {name!r}", lambda: _write_latest(root, name), leaders_only=True)
+            _together(engine, f"point latest to {name!r}", lambda: place.point_latest(name), leaders_only=True)
+        _together(engine, f"finish checkpoint {name!r}", lambda: place.finish(name), leaders_only=True)
 
 
 def load(
@@ -96,7 +103,7 @@ def load(
     Args:
         engine: the engine to restore.
         load_dir: directory of this site.
-        tag: which checkpoint; None for the newest tag that both sites have committed.
+        tag: which checkpoint; None for the one that ``latest`` names.
         strict: whether missing or unexpected keys of a layer are an error.
         optimizer_states: whether to restore the optimizer.
         lr_scheduler_states: whether to restore the LR scheduler.
@@ -106,282 +113,223 @@ def load(
         ``(path, client_state)``, or ``(None, None)`` with a warning when neither site holds any checkpoint.
 
     Raises:
-        CheckpointError: the sites hold no common tag, a file is missing or does not fit the model.
+        CheckpointError: the sites hold no common checkpoint of that name, it is of another model, a file is missing or
+            does not fit. On every rank all is as it was before.
     """
-    root = Path(load_dir)
+    place = CheckpointDirectory(Path(load_dir), engine.site)
     with bounded("load_checkpoint", engine.grid):
-        name = _common_tag(engine, root, tag)
-        if name is None:
-            logger.warning(f"load_checkpoint: neither site holds a checkpoint; this one has none in {root}")
+        choice = _choose(engine, place, tag)
+        if choice is None:
+            logger.warning(f"load_checkpoint: neither site holds a checkpoint; this one has none in {place.root}")
             return None, None
-        loaded: dict[str, Any] = {}
-        _together(
+        directory = place.root / choice.tag
+        what = f"load checkpoint {choice.tag!r} from {place.root}"
+        _together(engine, what, lambda: place.settle(choice.tag, choice.held.save), leaders_only=True)
+        restoration = Restoration(
             engine,
-            f"load checkpoint {name!r} from {root}",
-            lambda: loaded.update(
-                _read_rank_files(engine, root / name, strict, optimizer=optimizer_states and not module_only)
-            ),
+            directory,
+            strict=strict,
+            optimizer=optimizer_states and not module_only,
+            scheduler=lr_scheduler_states and not module_only,
+            position=not module_only,
         )
-        _together(
-            engine,
-            f"restore checkpoint {name!r} from {root}",
-            lambda: _restore(
-                engine,
-                loaded,
-                optimizer=optimizer_states and not module_only,
-                scheduler=lr_scheduler_states,
-                counters=not module_only,
-            ),
-        )
-        if not module_only:
-            what = f"restore the position of the data of checkpoint {name!r}"
-            _together(engine, what, lambda: data_position.restore(engine, root / name))
-    return str(root / name), {key: value for key, value in loaded.items() if key not in _RESERVED}
+        _together(engine, what, restoration.read)
+        _together(engine, what, restoration.put_what_can_be_undone, undo=restoration.undo)
+        _together(engine, what, restoration.put_tensors)
+    engine.module.run = engine.module.run.resuming(restoration.manifest.run)
+    return str(directory), {key: v for key, v in restoration.stage_state.items() if key not in _RESERVED}
 
 
-def committed_tags(root: Path, site: str) -> dict[str, int]:
-    """The tags that a site has committed in a directory, with the training step of each."""
-    found = {}
-    for manifest in sorted(root.glob(f"*/{manifest_name(site)}")):
-        found[manifest.parent.name] = int(json.loads(manifest.read_text())["global_steps"])
-    return found
-
-
-def _agree_on_tag(engine: LDTPipelineEngine, name: str) -> None:
-    names = exchange_text(name, engine.grid)
-    if len(set(names)) > 1:
-        raise CheckpointError(
-            f"save_checkpoint: the edge saves tag {names[0]!r} and the cloud {names[1]!r}. Fix: pass the same tag"
-        )
+# -- what the ranks agree on ------------------------------------------------------------------------------------------
 
 
 def _together(
-    engine: LDTPipelineEngine, what: str, action: Callable[[], object], *, leaders_only: bool = False
+    engine: LDTPipelineEngine,
+    what: str,
+    action: Callable[[], object],
+    *,
+    leaders_only: bool = False,
+    undo: Callable[[], object] | None = None,
 ) -> None:
-    """Run an action on every rank (or on the site leaders); if it fails anywhere, fail everywhere."""
+    """Run an action on every rank (or on the site leaders); if it fails anywhere, undo and fail everywhere."""
     failure: Exception | None = None
     if engine.grid.is_site_leader or not leaders_only:
         try:
             action()
-        except (OSError, RuntimeError, ValueError, KeyError, CheckpointError) as error:
+        except Exception as error:  # whatever it is: the other ranks must hear of it, and not wait for their timeout
             failure = error
-    failed = torch.tensor([int(failure is not None)], dtype=torch.int32, device=engine.device)
-    count = int(sum_over_sites(failed, engine.grid))
+    failed = ranks_where(failure is not None, engine.grid)
+    if failed and undo is not None:
+        undo()
     if failure is not None:
-        raise CheckpointError(f"rank {engine.global_rank} ({engine.site}) could not {what}: {failure}") from failure
-    if count:
-        raise CheckpointError(f"could not {what}: {count} other rank(s) failed; their messages say why")
+        told = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
+        raise CheckpointError(f"rank {engine.global_rank} ({engine.site}) could not {what}: {told}") from failure
+    if failed:
+        raise CheckpointError(
+            f"could not {what}: {len(failed)} other rank(s) failed ({', '.join(map(str, failed))}); their messages "
+            "say why"
+        )
 
 
-def _prepare(root: Path, staging: Path, site: str) -> None:
-    _put_back(root, site)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+def _agree_on_save(engine: LDTPipelineEngine, name: str) -> dict[str, str]:
+    """Let the first rank of the edge draw an identity for a save; every rank has to mean the same tag."""
+    now = datetime.now(UTC).isoformat(timespec="microseconds")
+    mine = {"tag": name, "save": draw_identity(), "saved_at": now}
+    edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(mine), engine.grid))
+
+    def check() -> None:
+        problem = tag_problem(name)
+        if problem is not None:
+            raise CheckpointError(f"tag {name!r}: {problem}. Fix: name the checkpoint by a plain name such as 'best'")
+        if edge["tag"] != cloud["tag"]:
+            raise CheckpointError(
+                f"the edge saves tag {edge['tag']!r} and the cloud {cloud['tag']!r}. Fix: pass the same tag"
+            )
+        if name != edge["tag"]:
+            raise CheckpointError(f"this rank saves tag {name!r}, others {edge['tag']!r}. Fix: pass the same tag")
+
+    _together(engine, "save_checkpoint", check)
+    return {"save": edge["save"], "saved_at": edge["saved_at"]}
+
+
+def _surveys(engine: LDTPipelineEngine, place: CheckpointDirectory, wanted: str | None) -> tuple[Survey, Survey]:
+    """What the edge and the cloud hold, on every rank."""
+    mine: list[Survey] = []
+    _together(engine, f"look into {place.root}", lambda: mine.append(place.survey()), leaders_only=True)
+    text = mine[0].as_text(wanted=wanted, max_bytes=MAX_TEXT_BYTES) if mine else "{}"
+    edge, cloud = (Survey.from_text(told) for told in exchange_text(text, engine.grid))
+    return edge, cloud
+
+
+def _settle_tag(engine: LDTPipelineEngine, place: CheckpointDirectory, tag: str) -> None:
+    """Where an earlier job has ended inside the commit of this tag, keep the save that both sites hold."""
+    edge, cloud = _surveys(engine, place, tag)
+    held = common_save(edge.tags.get(tag, ()), cloud.tags.get(tag, ()))
+    if held is not None:
+        what = f"tidy up checkpoint {tag!r} in {place.root}"
+        _together(engine, what, lambda: place.settle(tag, held.save), leaders_only=True)
+
+
+def _choose(engine: LDTPipelineEngine, place: CheckpointDirectory, wanted: str | None) -> Choice | None:
+    edge, cloud = _surveys(engine, place, wanted)
+    choice = choose(edge, cloud, wanted)
+    if choice is not None and choice.newer and wanted is None and engine.grid.is_site_leader:
+        logger.warning(
+            f"load_checkpoint: loading {choice.tag!r} (step {choice.held.step}), which latest names. Not loaded: "
+            f"{', '.join(map(repr, choice.newer))}, which both sites hold and which are of a later step or moment. "
+            "Name one with tag= to load it"
+        )
+    return choice
+
+
+# -- what a rank writes -----------------------------------------------------------------------------------------------
 
 
 def _write_rank_files(
     engine: LDTPipelineEngine, staging: Path, client_state: Mapping[str, Any], exclude_frozen_parameters: bool
 ) -> None:
+    _check_client_state(client_state)
+    grid, optimizer = engine.grid, real_optimizer(engine)
+    names = names_of(engine.module.owned_layers())
+    if optimizer is not None and engine.using_sharded_optimizer:
+        shard = {"optimizer": {**optimizer.shard(), "names": optimizer.named_sizes(names)}}
+        is_bf16 = bool(engine.bfloat16_enabled())
+        _write(shard, staging / shard_file(engine.stage_id, grid.data_parallel_id, is_bf16=is_bf16))
+    position = data_position.position_of(engine)
+    if position is not None:
+        _write(position, staging / data_position.file_name(grid.data_parallel_id))
+    if grid.data_parallel_id != 0:
+        return
+    for index, layer in engine.module.owned_layers().items():
+        _write(_layer_state(layer, exclude_frozen_parameters), staging / layer_file_name(index))
+    is_whole = optimizer is not None and not engine.using_sharded_optimizer
+    state = {
+        "module": None,
+        "optimizer": whole_state(optimizer, names) if is_whole else None,
+        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        **{counter: getattr(engine, counter) for counter in COUNTERS},
+        **client_state,
+    }
+    _write(state, staging / stage_file(engine.stage_id))
+
+
+def _check_client_state(client_state: Mapping[str, Any]) -> None:
+    """Refuse what could not be read back: by name, while the script that holds it is still running."""
+    if not isinstance(client_state, Mapping):
+        raise CheckpointError(f"client_state is of type {type(client_state).__name__}. Fix: pass a dictionary")
     clash = [key for key in client_state if key in _RESERVED]
     if clash:
         raise CheckpointError(f"client_state holds {clash}, which name ds_ldt's own entries. Fix: rename them")
-    if engine.using_sharded_optimizer:
-        shard = {"optimizer": engine.optimizer.shard()}
-        _write(shard, staging / _shard_name(engine, engine.grid.data_parallel_id))
-    position = data_position.position_of(engine)
-    if position is not None:
-        _write(position, staging / data_position.file_name(engine.grid.data_parallel_id))
-    if engine.grid.data_parallel_id != 0:
-        return
-    engine.module.save_state_dict(
-        str(staging), checkpoint_engine=engine.checkpoint_engine, exclude_frozen_params=exclude_frozen_parameters
-    )
-    optimizer = engine.optimizer
-    state = {
-        "module": None,
-        "optimizer": optimizer.state_dict() if optimizer is not None and not engine.using_sharded_optimizer else None,
-        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        **{counter: getattr(engine, counter) for counter in _COUNTERS},
-        **client_state,
-    }
-    _write(state, staging / f"mp_rank_{engine.stage_id:02d}_model_states.pt")
+    for key, value in client_state.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save({key: value}, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:  # pickling runs code of the value's class, which may raise anything
+            raise CheckpointError(
+                f"client_state[{key!r}] is of type {type(value).__name__}, which could not be read back, as files are "
+                "read with weights_only=True. Fix: keep numbers, texts, tensors, and lists, tuples and dicts of them"
+            ) from error
 
 
-def _shard_name(engine: LDTPipelineEngine, replica: int) -> str:
-    prefix = "bf16_" if engine.bfloat16_enabled() else ""
-    return f"{prefix}zero_pp_rank_{replica}_mp_rank_{engine.stage_id:02d}_optim_states.pt"
+def _layer_state(layer: Module, exclude_frozen_parameters: bool) -> dict[str, Tensor]:
+    """The weights of a layer, each with storage of its own: a view would take all of its storage to disk."""
+    left_out = {name for name, p in layer.named_parameters() if exclude_frozen_parameters and not p.requires_grad}
+    return {key: value.detach().cpu().clone() for key, value in layer.state_dict().items() if key not in left_out}
 
 
 def _write(state: Mapping[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
+    """Write a file durably."""
+    with writing(path, _num_bytes(state)), path.open("wb") as file:
         torch.save(dict(state), file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _commit(engine: LDTPipelineEngine, staging: Path, target: Path, *, frozen_excluded: bool) -> None:
-    """Move the files of this site into the tag directory, its manifest last.
-
-    An earlier checkpoint of the same tag is put aside until the new one is complete; :func:`_put_back` returns it if
-    this process ends in between.
-    """
-    target.mkdir(parents=True, exist_ok=True)
-    manifest = target / manifest_name(engine.site)
-    previous = _aside(target, engine.site)
-    if manifest.is_file():
-        _move([manifest.name, *json.loads(manifest.read_text())["files"]], target, previous)
-    files = sorted(path.name for path in staging.iterdir())
-    _move(files, staging, target)
-    staging.rmdir()
-    content = {
-        "format": FORMAT,
-        "site": engine.site,
-        "global_steps": engine.global_steps,
-        "pipeline_num_layers": engine.module.layout.configured,
-        "data_parallel_size": engine.grid.num_physical_replicas,
-        "frozen_excluded": frozen_excluded,
-        "lora": None if engine.module.adapters is None else engine.module.adapters.settings.model_dump(),
-        "files": files,
-    }
-    _replace_text(manifest, json.dumps(content, indent=2) + "\n")
-    shutil.rmtree(previous, ignore_errors=True)
+def _num_bytes(value: Any) -> int:
+    """The bytes of the tensors in a state."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_num_bytes, items))
 
 
-def _aside(target: Path, site: str) -> Path:
-    return target.with_name(f".{target.name}.{site}.previous")
+# -- the commit -------------------------------------------------------------------------------------------------------
 
 
-def _move(names: Iterable[str], source: Path, destination: Path) -> None:
-    """Move files; the order matters where the first or the last is a manifest."""
-    destination.mkdir(exist_ok=True)
-    for name in names:
-        os.replace(source / name, destination / name)
+def _manifest(
+    engine: LDTPipelineEngine, tag: str, moment: Mapping[str, str], *, frozen_excluded: bool
+) -> CheckpointManifest:
+    adapters = engine.module.adapters
+    return CheckpointManifest(
+        site=engine.site,
+        tag=tag,
+        run=engine.module.run,
+        model=engine.module.fingerprint,
+        global_steps=engine.global_steps,
+        pipeline_num_layers=engine.module.layout.configured,
+        data_parallel_size=engine.grid.num_physical_replicas,
+        frozen_excluded=frozen_excluded,
+        lora=None if adapters is None else adapters.settings.model_dump(),
+        files={},
+        **moment,
+    )
 
 
-def _put_back(root: Path, site: str) -> None:
-    """Return checkpoints that were put aside by a commit which did not come to its end."""
-    for previous in root.glob(f".*.{site}.previous"):
-        target = root / previous.name.removeprefix(".").removesuffix(f".{site}.previous")
-        manifest = previous / manifest_name(site)
-        if not (target / manifest.name).is_file() and manifest.is_file():
-            names = [path.name for path in previous.iterdir() if path != manifest]
-            _move([*names, manifest.name], previous, target)
-        shutil.rmtree(previous)
+def _commit(engine: LDTPipelineEngine, place: CheckpointDirectory, manifest: CheckpointManifest) -> None:
+    """Put the files of both sites in place; if one site cannot, neither does."""
+    made: list[CheckpointManifest] = []
 
+    def commit() -> None:
+        made.append(replace(manifest, files=place.content_of_staging(manifest.tag)))
+        place.commit(made[0])
 
-def _write_latest(root: Path, name: str) -> None:
-    _replace_text(root / "latest", name)
+    def roll_back() -> None:
+        if made:
+            place.roll_back(made[0])
+        elif engine.grid.is_site_leader:
+            place.discard(manifest.tag)
 
-
-def _replace_text(path: Path, text: str) -> None:
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _common_tag(engine: LDTPipelineEngine, root: Path, wanted: str | None) -> str | None:
-    """The wanted tag if both sites hold it, else the newest that both hold."""
-    mine: dict[str, int] = {}
-    if engine.grid.is_site_leader:
-        _put_back(root, engine.site)
-        mine = committed_tags(root, engine.site)
-    edge, cloud = (dict(json.loads(text)) for text in exchange_text(_newest(mine), engine.grid))
-    if not edge and not cloud and wanted is None:
-        return None
-    common = {tag: step for tag, step in edge.items() if cloud.get(tag) == step and wanted in (None, tag)}
-    if not common:
-        asked = f"tag {wanted!r}" if wanted is not None else "a common tag"
-        raise CheckpointError(
-            f"load_checkpoint: no committed checkpoint with {asked} on both sites: the edge holds {sorted(edge)}, "
-            f"the cloud holds {sorted(cloud)}. Fix: name a tag that both hold, or the directory where it is"
-        )
-    return max(common, key=lambda tag: (common[tag], tag))
-
-
-def _newest(tags: Mapping[str, int]) -> str:
-    """As many of the newest tags as fit into a text that the sites exchange."""
-    kept = dict(sorted(tags.items(), key=lambda item: item[1]))
-    while len(json.dumps(kept).encode()) > MAX_TEXT_BYTES:
-        del kept[next(iter(kept))]
-    return json.dumps(kept)
-
-
-def _read_rank_files(engine: LDTPipelineEngine, directory: Path, strict: bool, *, optimizer: bool) -> dict[str, Any]:
-    """Load the layers of this rank into the module; return its other state."""
-    manifest = json.loads((directory / manifest_name(engine.site)).read_text())
-    frozen_excluded = bool(manifest.get("frozen_excluded", False))
-    for index, layer in engine.module.owned_layers().items():
-        path = directory / f"layer_{index:02d}-model_states.pt"
-        if not path.is_file() and not layer.state_dict():
-            continue
-        _load_layer(layer, path, strict=strict, frozen_excluded=frozen_excluded)
-    state = _read(directory / f"mp_rank_{engine.stage_id:02d}_model_states.pt")
-    if optimizer and engine.optimizer is not None:
-        num_shards = int(manifest["data_parallel_size"])
-        state["optimizer"] = _optimizer_state(engine, directory, state["optimizer"], num_shards=num_shards)
-    return state
-
-
-def _optimizer_state(engine: LDTPipelineEngine, directory: Path, whole: Any, *, num_shards: int) -> Any:
-    """The optimizer state for this rank, cut anew where the stage had another number of replicas when it was saved."""
-    is_sharded = any(directory.glob(f"*zero_pp_rank_*_mp_rank_{engine.stage_id:02d}_optim_states.pt"))
-    if is_sharded != engine.using_sharded_optimizer and (is_sharded or whole is not None):
-        raise CheckpointError(
-            f"the optimizer state in {directory} is {'sharded' if is_sharded else 'whole'}, while this run keeps it "
-            f"{'whole' if is_sharded else 'sharded'} (fp16, bf16 and ZeRO stage 1 shard it). Fix: load with the "
-            "precision and the ZeRO stage that it was saved with, or with load_optimizer_states=False"
-        )
-    if not engine.using_sharded_optimizer:
-        return whole
-    mine = engine.grid.data_parallel_id
-    if num_shards == engine.grid.num_physical_replicas:
-        return _read(directory / _shard_name(engine, mine))["optimizer"]
-    shards = [_read(directory / _shard_name(engine, replica))["optimizer"] for replica in range(num_shards)]
-    return engine.optimizer.recut(shards)
-
-
-def _load_layer(layer: Module, path: Path, *, strict: bool, frozen_excluded: bool) -> None:
-    """Load a layer; frozen parameters may be missing exactly where the checkpoint was saved without them."""
-    missing, unexpected = layer.load_state_dict(_read(path), strict=False)
-    if not strict:
-        return
-    frozen = {name for name, parameter in layer.named_parameters() if not parameter.requires_grad}
-    wrong = [f"missing: {key}" for key in missing if not (frozen_excluded and key in frozen)]
-    wrong += [f"unexpected: {key}" for key in unexpected]
-    if wrong:
-        raise CheckpointError(
-            f"{path} does not fit the layer: {', '.join(wrong)}. Fix: give ldt.lora and ldt.freeze as they were when "
-            "it was saved, or pass load_module_strict=False"
-        )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
-
-
-def _restore(
-    engine: LDTPipelineEngine, state: Mapping[str, Any], *, optimizer: bool, scheduler: bool, counters: bool
-) -> None:
-    if engine.using_sharded_optimizer:
-        engine.optimizer.refresh_fp32_params()
-    if optimizer and engine.optimizer is not None and state["optimizer"] is not None:
-        if engine.using_sharded_optimizer:
-            engine.optimizer.load_shard(state["optimizer"])
-        else:
-            engine.optimizer.load_state_dict(state["optimizer"])
-    if scheduler and counters and engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    if counters:
-        for counter in _COUNTERS:
-            setattr(engine, counter, state[counter])
+    what = f"commit checkpoint {manifest.tag!r} in {place.root}"
+    _together(engine, what, commit, leaders_only=True, undo=roll_back)

@@ -197,6 +197,8 @@ def _plan(options: argparse.Namespace) -> str:
         sys.stderr.write(f"ds-ldt: {warning}\n")
     footprint = _footprint(options, job)
     if footprint is not None:  # the model knows what is trained
+        if footprint.warning is not None:
+            sys.stderr.write(f"ds-ldt: --sequence-length: {footprint.warning}\n")
         job = replace(job, shape=replace(job.shape, gradient_boundaries=footprint.gradient_boundaries))
     report = _report(job)
     memory = memory_report(job.config, report.plan, job.known, footprint) if options.memory else None

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import is_optimized_parameter
 from torch import nn
 
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.grid import LDTPipelineGrid
 from ds_ldt.module import LDTPipelineModule
-from ds_ldt.reduce import bounded, sum_over_sites
+from ds_ldt.reduce import bounded, ranks_where
 
 _KEY = "optimizer"
 _SHOWN = 4
@@ -65,7 +63,8 @@ def agree_that_all_have_one(has_one: bool, grid: LDTPipelineGrid) -> None:
         ConfigError: on every rank, if some have one and some have none.
         LinkError: not every rank called it within ``ldt.timeout_s``.
     """
-    without = _ranks_where(not has_one, grid)
+    with bounded("ds_ldt.initialize", grid):
+        without = ranks_where(not has_one, grid)
     if 0 < len(without) < grid.world_size:
         raise ConfigError.of(
             _KEY,
@@ -89,7 +88,8 @@ def agree_on_coverage(module: LDTPipelineModule, groups: Sequence[dict[str, Any]
         LinkError: not every rank called it within ``ldt.timeout_s``.
     """
     problems = list(coverage_problems(module, groups))
-    wrong = _ranks_where(bool(problems), grid)
+    with bounded("ds_ldt.initialize", grid):
+        wrong = ranks_where(bool(problems), grid)
     if problems:
         raise ConfigError.from_problems(problems)
     if wrong:
@@ -133,12 +133,3 @@ def _listed(names: Sequence[str]) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
-
-
-def _ranks_where(here: bool, grid: LDTPipelineGrid) -> list[int]:
-    """The ranks of both sites that say yes."""
-    flags = torch.zeros(grid.world_size, dtype=torch.int32)
-    flags[grid.global_rank] = int(here)
-    with bounded("ds_ldt.initialize", grid):
-        summed = sum_over_sites(flags.to(get_accelerator().current_device_name()), grid)
-    return [rank for rank, flag in enumerate(summed.tolist()) if flag]

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ds_ldt.errors import ConfigError
+from ds_ldt.samples import Drawn, SampleReader
 
 
 class SliceBatchSampler(Sampler[list[int]]):
@@ -95,7 +96,9 @@ class TrainingData:
 
     Attributes:
         epoch: number of the epoch from which the last micro-batch was drawn, from 0 on.
-        loader: torch's data loader of one epoch.
+        loader: torch's data loader of one epoch; what it yields are `ds_ldt.samples.Drawn`.
+        reader: reads and collates samples.
+        sample_indices: of the samples in the last micro-batch.
     """
 
     def __init__(
@@ -118,14 +121,18 @@ class TrainingData:
             drop_last=drop_last,
             shuffle_seed=shuffle_seed,
         )
-        self.loader = DataLoader(dataset, batch_sampler=self._sampler, collate_fn=collate_fn, num_workers=num_workers)
+        self.reader = SampleReader(dataset, collate_fn)
+        self.loader: DataLoader[Drawn] = DataLoader(
+            self.reader, batch_size=None, sampler=self._sampler, collate_fn=_as_it_is, num_workers=num_workers
+        )
         self.epoch = 0
+        self.sample_indices: tuple[int, ...] = ()
         self._num_samples = len(dataset)  # type: ignore[arg-type]
         self._shuffle_seed = shuffle_seed
         self._slice_size = len(domains)
         self._per_index = num_domains * micro_batch_size
         self._drawn = 0
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[Drawn] | None = None
 
     def __len__(self) -> int:
         """Micro-batches that this replica draws in an epoch."""
@@ -139,18 +146,31 @@ class TrainingData:
 
         Raises:
             StopIteration: an epoch has no micro-batch at all.
+            SampleError: a sample cannot be read or collated; the micro-batch counts as taken.
         """
         if self._drawn >= len(self):
             self._move(self.epoch + 1, 0)
         if self._iterator is None:
             self._sampler.start_at(self.epoch, self._drawn // self._slice_size)
             self._iterator = iter(self.loader)
-        batch = next(self._iterator)
+        drawn = next(self._iterator)
         self._drawn += 1
-        return batch
+        self.sample_indices = drawn.indices
+        if drawn.failure is not None:
+            raise drawn.failure
+        return drawn.batch
+
+    def close(self) -> None:
+        """End the processes that read ahead. To draw again starts them anew, where it was left."""
+        iterator, self._iterator = self._iterator, None
+        # They end with the iterator, but the traceback of an error may keep that; torch has no public name for this.
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()
 
     def _move(self, epoch: int, drawn: int) -> None:
-        self.epoch, self._drawn, self._iterator = epoch, drawn, None
+        self.close()
+        self.epoch, self._drawn = epoch, drawn
 
     def state_dict(self) -> dict[str, int | None]:
         """The position: which epoch, and how many samples of its order all D domains have taken.
@@ -191,6 +211,10 @@ class TrainingData:
                 "taken a second time"
             )
         self._move(epoch, samples // self._per_index * self._slice_size)
+
+
+def _as_it_is(drawn: Any) -> Any:
+    return drawn
 
 
 def build_training_data(

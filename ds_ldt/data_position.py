@@ -8,12 +8,14 @@ other iterators the user can keep the position in ``client_state``.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.utils import logger
 
+from ds_ldt.checkpoint_manifest import check_content
 from ds_ldt.data import TrainingData
 from ds_ldt.errors import CheckpointError
 
@@ -29,7 +31,7 @@ def file_name(replica: int) -> str:
 
 
 def position_of(engine: LDTPipelineEngine) -> dict[str, Any] | None:
-    """What :func:`restore` needs of this rank; None in the cloud, and where no position is known.
+    """What :func:`read` finds of this rank; None in the cloud, and where no position is known.
 
     Raises:
         CheckpointError: the data's ``state_dict()`` failed, or holds what ``torch.load(weights_only=True)`` refuses.
@@ -50,36 +52,71 @@ def position_of(engine: LDTPipelineEngine) -> dict[str, Any] | None:
     return position
 
 
-def restore(engine: LDTPipelineEngine, directory: Path) -> None:
-    """Bring the data of this rank to where it was when a checkpoint was saved; where that cannot be, say so.
+class Position:
+    """A position that was read from a checkpoint and belongs to the data at hand.
+
+    Args:
+        engine: whose data it is.
+        state: what the data's ``state_dict()`` returned.
+    """
+
+    def __init__(self, engine: LDTPipelineEngine, state: Any) -> None:
+        self._engine = engine
+        self._state = state
+        self._before: Any = None
+
+    def put(self) -> None:
+        """Bring the data to the position.
+
+        Raises:
+            CheckpointError: the data's ``load_state_dict()`` failed.
+        """
+        self._before = _source(self._engine).state_dict()
+        self._move(self._state)
+
+    def take_back(self) -> None:
+        """Bring the data back to where it was before :meth:`put`, if that was called."""
+        if self._before is not None:
+            self._move(self._before)
+
+    def _move(self, state: Any) -> None:
+        source = _source(self._engine)
+        try:
+            source.load_state_dict(state)
+        except Exception as error:
+            raise CheckpointError(
+                f"the position of the data cannot be restored, load_state_dict() of {type(source).__name__}: {error}"
+            ) from error
+        if self._engine.training_dataloader is source:
+            self._engine.set_dataloader(source)  # a loader takes its position when it is iterated anew
+
+
+def read(engine: LDTPipelineEngine, directory: Path, files: Mapping[str, str]) -> Position | None:
+    """Read where the data of this rank was when a checkpoint was saved; where that is of no use, say so.
 
     Args:
         engine: its data is what ``training_data``, ``set_dataloader`` or ``set_dataiterator`` gave it.
         directory: of the tag.
+        files: names of the checkpoint's files -> identities of their contents.
+
+    Returns:
+        The position; None in the cloud, and where there is none that belongs to this data.
 
     Raises:
-        CheckpointError: the data's ``load_state_dict()`` failed.
+        CheckpointError: the file is missing or damaged.
     """
     if engine.site != "edge":
-        return
-    source, found = _source(engine), _read(engine, directory)
-    can_load = hasattr(source, "load_state_dict")
+        return None
+    source, found = _source(engine), _read(engine, directory, files)
     if found is None:
-        if can_load:
+        if hasattr(source, "load_state_dict"):
             logger.warning(f"load_checkpoint: {directory} holds no position of the data, which stays where it is")
-        return
+        return None
     problem = _problem(engine, source, found)
     if problem is not None:
         logger.warning(f"load_checkpoint: the position of the data is not restored: {problem}")
-        return
-    try:
-        source.load_state_dict(found["state"])
-    except Exception as error:
-        raise CheckpointError(
-            f"the position of the data cannot be restored, load_state_dict() of {type(source).__name__}: {error}"
-        ) from error
-    if engine.training_dataloader is source:
-        engine.set_dataloader(source)  # a loader takes its position when it is iterated anew
+        return None
+    return Position(engine, found["state"])
 
 
 def _problem(engine: LDTPipelineEngine, source: Any, found: dict[str, Any]) -> str | None:
@@ -107,11 +144,11 @@ def _source(engine: LDTPipelineEngine) -> Any:
     return engine.data_iterator if engine.training_dataloader is None else engine.training_dataloader
 
 
-def _read(engine: LDTPipelineEngine, directory: Path) -> dict[str, Any] | None:
+def _read(engine: LDTPipelineEngine, directory: Path, files: Mapping[str, str]) -> dict[str, Any] | None:
     """The file of this replica, else of the first: replicas of training_data are all at the same position."""
     for replica in (engine.grid.data_parallel_id, 0):
-        path = directory / file_name(replica)
-        if path.is_file():
+        if file_name(replica) in files:
+            path = check_content(directory, files, file_name(replica))
             found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             return found
     return None

@@ -8,7 +8,7 @@ So the same kernels are chosen as in training, and the same counter counts what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ds_ldt.layout import Layout, VirtualStage
 from ds_ldt.lora import plan_adapters
 from ds_ldt.memory import HeldBytes, LiveBytes
 from ds_ldt.models.causal_lm import causal_lm_loss, default_position_ids
+from ds_ldt.models.positions import beyond_limit
 from ds_ldt.models.pretrained import dtype_of
 from ds_ldt.models.registry import CONFIG_FILE, checked_config, family_of, layout_of, read_hf_config
 from ds_ldt.module import freeze_parameters, frozen_parameters
@@ -65,7 +66,8 @@ def footprint_of(job: JobConfig, model: str, *, sequence_length: int) -> Footpri
     layers = _build(job, config)
     with FakeTensorMode():
         _without_memory(layer.module for layer in layers)
-        return _Run(job, layout, layers, sequence_length).footprint()
+        found = _Run(job, layout, layers, sequence_length).footprint()
+    return replace(found, warning=beyond_limit(config, sequence_length))
 
 
 def _build(job: JobConfig, config: PreTrainedConfig) -> list[_Layer]:

@@ -7,7 +7,8 @@ the loss; ``BackwardPass`` and ``SendGrad`` retrace the way; ``ReduceGrads`` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -23,19 +24,21 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_ldt import checkpointing
+from ds_ldt.agreement import agree_on
 from ds_ldt.announcement import StepKind
 from ds_ldt.coverage import agree_on_coverage
-from ds_ldt.data import build_training_data
+from ds_ldt.data import TrainingData, build_training_data
 from ds_ldt.deferred import WeightLedger
 from ds_ldt.diagnosis import diagnosed
 from ds_ldt.dropout import Place, rng_untouched
-from ds_ldt.errors import ConfigError, LinkError
+from ds_ldt.errors import ConfigError, LinkError, end_inside_a_step
 from ds_ldt.evaluation import evaluating
 from ds_ldt.generation import Decoding, Generator, check_model, last_position
 from ds_ldt.intake import Intake, Step
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.observation import Observer
 from ds_ldt.optimizer import LDTShardedOptimizer, check_elementwise
+from ds_ldt.output_paths import check_directory, end_monitoring_at_errors
 from ds_ldt.plan import Channel
 from ds_ldt.planning import Planner, agree_on_gradient_boundaries, receive_window
 from ds_ldt.reduce import bounded, global_norm, scale_for_slice
@@ -45,6 +48,7 @@ from ds_ldt.shapes import ShapeTracer
 from ds_ldt.streams import StreamGroups
 from ds_ldt.summary import StepSummary
 from ds_ldt.transport import Transport
+from ds_ldt.trees import tensors_in, to_device
 from ds_ldt.wire import WireGuard, signature_of
 
 
@@ -70,8 +74,10 @@ class LDTPipelineEngine(PipelineEngine):
         self, *, training_data: Any = None, shuffle_seed: int | None = None, num_workers: int = 0, **kwargs: Any
     ) -> None:
         self._under_construction = True
+        self._training_data: TrainingData | None = None
         super().__init__(training_data=None, **kwargs)
         self._under_construction = False
+        end_monitoring_at_errors(self.monitor)
         self.using_sharded_optimizer = isinstance(self.optimizer, LDTShardedOptimizer)
         self.job = self.module.job
         self.site = self.grid.site
@@ -148,17 +154,20 @@ class LDTPipelineEngine(PipelineEngine):
         seconds at most, since a connection that is closed early may lose what is on its way. After a failed step
         nobody is waited for. Calling it again is harmless.
 
+        Processes that read ``training_data`` ahead end, and the engine lets go of every data loader and iterator: the
+        workers of those that you made live as long as you keep them.
+
         Raises:
             LinkError: a peer is gone, or did not take what was sent to it; this rank's connections are closed all the
                 same.
         """
-        if "transport" in self.__dict__ and not self.grid.is_closed:
-            try:
-                if not self.transport.is_closed:
-                    self._finish_sending()
-                    self.transport.farewell()
-            finally:
-                self._disconnect()
+        try:
+            if "transport" in self.__dict__ and not self.grid.is_closed:
+                self._part()
+        finally:
+            self.training_dataloader = self.data_iterator = None
+            if self._training_data is not None:
+                self._training_data.close()
         super().destroy()
 
     def __del__(self) -> None:
@@ -169,6 +178,15 @@ class LDTPipelineEngine(PipelineEngine):
             super().destroy()
         except Exception as error:  # as the parent: an engine may be collected that was never whole
             logger.debug("ds_ldt: clean-up of an engine skipped: %s", error)
+
+    def _part(self) -> None:
+        """Take leave of the other ranks and close the connections."""
+        try:
+            if not self.transport.is_closed:
+                self._finish_sending()
+                self.transport.farewell()
+        finally:
+            self._disconnect()
 
     def _finish_sending(self) -> None:
         self.intake.close()
@@ -274,7 +292,12 @@ class LDTPipelineEngine(PipelineEngine):
             drop_last=self.dataloader_drop_last(),
             **options,
         )
+        self._training_data = data
         self.set_dataloader(data)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Replace the module's ``batch_fn``, which turns what the data iterator yields into ``(inputs, labels)``."""
+        self.module.batch_fn = fn
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -467,6 +490,36 @@ class LDTPipelineEngine(PipelineEngine):
             self._keep_of_outputs = _everything
             self._results.clear()
 
+    def check_save_dir(self, save_dir: str | os.PathLike[str] | None, *, setting: str = "save_dir") -> None:
+        """Try on every rank whether checkpoints can be written; call it before the first step.
+
+        Nothing is left behind. A directory that does not exist yet is fine if it can be made.
+
+        Args:
+            save_dir: directory of this site; None on every rank of both sites if nothing will be saved.
+            setting: what names it, for the error, e.g. ``--save``.
+
+        Raises:
+            ConfigError: on every rank of both sites: some rank cannot write, or only some ranks have a directory.
+            LinkError: a rank did not take part.
+        """
+        check_directory(save_dir, self.grid, setting=setting)
+
+    def agree_on(self, values: Mapping[str, object]) -> None:
+        """Check that both sites were started with the same values; call it before the first step.
+
+        Each site starts the script on its own. If they differ in the number of steps or in when they save, one waits
+        for the other until ``ldt.timeout_s`` is over.
+
+        Args:
+            values: by what names them, e.g. ``{"--steps": 100}``. They cross the link.
+
+        Raises:
+            ConfigError: on every rank of both sites, if they differ; all differences are listed.
+            LinkError: the other site did not take part.
+        """
+        agree_on(values, self.grid)
+
     def save_checkpoint(
         self,
         save_dir: str,
@@ -480,7 +533,8 @@ class LDTPipelineEngine(PipelineEngine):
         Args:
             save_dir: directory of this site, shared by the ranks of the site.
             tag: name, the same on every rank; default ``global_step<N>``.
-            client_state: the caller's own values, returned by :meth:`load_checkpoint`.
+            client_state: the caller's own values, returned by :meth:`load_checkpoint`: numbers, texts, tensors, and
+                lists, tuples and dicts of them.
             save_latest: point ``latest`` to it.
             exclude_frozen_parameters: leave out what is not trained; default: with ``ldt.lora``, whose adapters are
                 then all that is saved.
@@ -489,7 +543,7 @@ class LDTPipelineEngine(PipelineEngine):
             True.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write.
+            CheckpointError: on every rank, if any rank could not write, or was given what could not be read back.
             LinkError: a rank did not take part.
         """
         checkpointing.save(
@@ -518,7 +572,8 @@ class LDTPipelineEngine(PipelineEngine):
 
         Args:
             load_dir: directory of this site.
-            tag: which one; default the newest that both sites hold.
+            tag: which one; default that which ``latest`` names. Another layout may have saved it, as long as every
+                layer is on the site that it was on.
             load_module_strict: missing or unexpected keys of a layer are an error.
             load_optimizer_states: restore the optimizer.
             load_lr_scheduler_states: restore the LR scheduler.
@@ -529,7 +584,8 @@ class LDTPipelineEngine(PipelineEngine):
             ``(path, client_state)``, or ``(None, None)`` when neither site holds any checkpoint.
 
         Raises:
-            CheckpointError: on every rank: no common checkpoint, or a part of it is missing or does not fit.
+            CheckpointError: on every rank: no common checkpoint, or it is of another model, or a part of it is missing
+                or does not fit. Nothing has changed then, on any rank.
             LinkError: a rank did not take part.
         """
         if custom_load_fn is not None:
@@ -614,8 +670,10 @@ class LDTPipelineEngine(PipelineEngine):
         try:
             with diagnosed(self.grid):
                 self._run_step(pipe_schedule)
-        except BaseException:
+        except BaseException as error:
             self.transport.abort()  # peers wait for messages that will not come: let them fail now
+            if isinstance(error, StopIteration):
+                raise end_inside_a_step(error) from error
             raise
 
     def _run_step(self, pipe_schedule: LDTSchedule) -> None:
@@ -636,7 +694,7 @@ class LDTPipelineEngine(PipelineEngine):
 
     def _payloads(self, key: Key) -> tuple[Tensor, ...]:
         """What this rank holds of a micro-batch between two virtual stages: inputs and outputs of one."""
-        return (*self._inputs.get(key, ()), *self._outputs.get(key, ()))
+        return (*tensors_in(self._inputs.get(key, ())), *self._outputs.get(key, ()))
 
     def _aggregate_total_loss(self) -> Tensor:
         return self._mean_loss
@@ -646,9 +704,9 @@ class LDTPipelineEngine(PipelineEngine):
     def _exec_load_micro_batch(self, buffer_id: int, key: Key) -> None:
         """Move a micro-batch that the intake has drawn to the device: inputs for the head, labels for the tail."""
         batch = self._current.batches[key.micro_batch, key.domain]
-        batch.labels, batch.local = _to_device((batch.labels, batch.local), self.device)
+        batch.labels, batch.local = to_device((batch.labels, batch.local), self.device)
         inputs = batch.inputs if isinstance(batch.inputs, tuple) else (batch.inputs,)
-        self._inputs[key] = _to_device(inputs, self.device)
+        self._inputs[key] = to_device(inputs, self.device)
         batch.inputs = None
 
     def _exec_recv_activations(self, buffer_id: int, key: Key, channel: Channel) -> None:
@@ -824,17 +882,6 @@ class LDTPipelineEngine(PipelineEngine):
         ds.RecvGrad: _exec_recv_grads,
         ds.ReduceGrads: _exec_reduce_grads,
     }
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Move tensors to the device, inside tuples, lists and mappings too; leave everything else alone."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device)
-    if isinstance(value, tuple | list):
-        return type(value)(_to_device(item, device) for item in value)
-    if isinstance(value, dict):
-        return {name: _to_device(item, device) for name, item in value.items()}
-    return value
 
 
 def _describe(signature: Any) -> str:

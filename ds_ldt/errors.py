@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from ds_ldt.waits import Wait
@@ -89,6 +90,7 @@ class ConfigError(LDTError, ValueError):
     """
 
     problems: tuple[ConfigProblem, ...] = ()
+    heading: ClassVar[str] = "Configuration error"
 
     @classmethod
     def of(cls, key: str, *, found: object, expected: str, fix: str) -> ConfigError:
@@ -113,17 +115,78 @@ class ConfigError(LDTError, ValueError):
         listed = tuple(problems)
         place = f" in {where}" if where else ""
         if len(listed) == 1:
-            text = f"Configuration error{place}: {listed[0]}"
+            text = f"{cls.heading}{place}: {listed[0]}"
         else:
             lines = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(listed, start=1))
-            text = f"Configuration error{place}: {len(listed)} settings are at fault:{lines}"
+            text = f"{cls.heading}{place}: {len(listed)} settings are at fault:{lines}"
         error = cls(text)
         error.problems = listed
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the list of problems when the error crosses a process boundary."""
-        return type(self), self.args, {"problems": self.problems}
+        """Keep the attributes, such as the list of problems, when the error crosses a process boundary."""
+        return type(self), self.args, dict(vars(self))
+
+
+class SampleError(ConfigError):
+    """A sample, or a micro-batch made of samples, that cannot be trained on.
+
+    It is raised on the edge alone. The cloud learns that the edge failed and nothing of the text, which may quote a
+    sample.
+
+    Attributes:
+        row: Row of the micro-batch that is at fault, counted from 0; None if it is not one row.
+    """
+
+    row: int | None = None
+    heading: ClassVar[str] = "Unusable sample"
+
+    @classmethod
+    def at(cls, place: str, cause: str, *, row: int | None = None) -> SampleError:
+        """Build the error for something wrong at a place.
+
+        Args:
+            place: Where: the micro-batch, the sample or the row, e.g. `sample 37 of training_data`.
+            cause: What is wrong there.
+            row: Row of the micro-batch.
+        """
+        error = cls(f"{cls.heading}: {place}: {cause}")
+        error.row = row
+        return error
+
+    @classmethod
+    def of_row(cls, row: int | None, problem: ConfigProblem) -> SampleError:
+        """Build the error for a fault of a row of a micro-batch, or of the micro-batch (None)."""
+        error = cls(f"{cls.heading}: {problem}" if row is None else f"{cls.heading}: row {row}: {problem}")
+        error.problems, error.row = (problem,), row
+        return error
+
+
+class CallbackError(LDTError, RuntimeError):
+    """A function of the user's raised StopIteration inside a step, where it cannot mean the end of the data."""
+
+
+def end_inside_a_step(error: StopIteration) -> CallbackError:
+    """Return what is to be raised in place of a StopIteration that no data iterator raised.
+
+    Args:
+        error: As it was caught; its traceback says which function raised it.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return CallbackError(
+        f"{last.name} ({last.filename}, line {last.lineno}) raised StopIteration while a step ran. In "
+        "loss_fn, in a layer or in a hook it does not mean the end of the data, which a data iterator alone can tell. "
+        "Fix: catch it there, or call next() with a default."
+    )
+
+
+def cause_of(error: Exception) -> str:
+    """Return what an error says, without the heading of a `ConfigError`, and with the class of any other."""
+    if isinstance(error, ConfigError) and error.problems:
+        return "; ".join(map(str, error.problems))
+    if isinstance(error, SampleError):
+        return str(error).removeprefix(f"{error.heading}: ")
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def shown(value: object) -> str:

@@ -17,13 +17,14 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_ldt.announcement import Announcement, Status, StepId, StepKind, short_fingerprint
 from ds_ldt.control import ControlLink
-from ds_ldt.errors import Absent, ConfigError, LDTError, LinkError
+from ds_ldt.errors import ConfigError, LDTError, LinkError, SampleError
 from ds_ldt.grid import LDTPipelineGrid
+from ds_ldt.micro_batches import MicroBatch, MicroBatchReader
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.plan import Channel, Flow, Plan
 from ds_ldt.recent import Recent
 from ds_ldt.reduce import bounded
-from ds_ldt.shapes import ShapeTracer, shapes_of, without_gradients
+from ds_ldt.shapes import Shapes, ShapeTracer, shapes_of, without_gradients
 from ds_ldt.streams import StreamGroups
 from ds_ldt.wire import Signature, WireGuard, gradient_signature
 
@@ -34,25 +35,6 @@ REMEMBERED_PLANS = 16
 """Plans whose messages a rank remembers: those of training, and of evaluations of several lengths."""
 
 _ENDED = "the data of an edge replica ended inside a step"
-
-
-@dataclass(slots=True, kw_only=True)
-class MicroBatch:
-    """A micro-batch as the edge drew it.
-
-    Attributes:
-        inputs: what the head takes.
-        labels: what the loss function takes.
-        local: what the local layers take besides, in whichever virtual stage of the edge they are.
-        num_targets: how many targets its loss is a mean over; 0 where the loss is a mean over micro-batches.
-        loss_weight: factor of its loss: 1, or its share of the targets where the loss is a mean over targets.
-    """
-
-    inputs: Any
-    labels: Any
-    local: tuple[torch.Tensor, ...] = ()
-    num_targets: int = 0
-    loss_weight: float = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +72,7 @@ class Intake:
         tracer: ShapeTracer,
     ) -> None:
         self._module = module
+        self._reader = MicroBatchReader(module)
         self._grid = grid
         self._guard = guard
         self._tracer = tracer
@@ -127,7 +110,8 @@ class Intake:
 
         Raises:
             StopIteration: on every rank, if the data of any edge replica has ended.
-            ConfigError: on the edge: there is no data, or a micro-batch cannot be used.
+            ConfigError: on the edge: there is no data, or a micro-batch cannot be used; as a SampleError it names the
+                micro-batch and, of ``training_data``, the sample.
             PrivacyError: on the edge: the head would send something undeclared.
             LinkError: in the cloud: the edge failed, or is about to do something else.
         """
@@ -230,17 +214,23 @@ class Intake:
                 expected="data on every edge rank",
                 fix="pass training_data= to ds_ldt.initialize, or data_iter= to train_batch or eval_batch",
             )
-        module = self._module
         for micro_batch in range(step.plan.shape.num_micro_batches):
             for domain in self._grid.domains:
-                batch = next(data_iterator)
-                inputs, labels, *rest = module.batch_fn(batch) if module.batch_fn is not None else _pair(batch)
-                local = self._local(rest)
-                step.batches[micro_batch, domain] = MicroBatch(
-                    inputs=inputs, labels=labels, local=local, num_targets=self._count_targets(labels)
+                place = f"micro-batch {micro_batch} of domain {domain}"
+                batch = self._reader.read(
+                    data_iterator,
+                    place,
+                    with_loss=self._with_loss,
+                    is_generated=self._kind is StepKind.GENERATE,
                 )
-                step.signatures[micro_batch, domain] = self._signatures(inputs, local)
-        if not module.dynamic_shape and len(set(step.signatures.values())) > 1:
+                step.batches[micro_batch, domain] = batch
+                try:
+                    step.signatures[micro_batch, domain] = self._signatures(batch, place)
+                except SampleError:
+                    raise
+                except ConfigError as error:  # the layers cannot take it: say which micro-batch
+                    raise ConfigError.from_problems(error.problems, where=place) from error
+        if not self._module.dynamic_shape and len(set(step.signatures.values())) > 1:
             raise ConfigError.of(
                 "dynamic_shape",
                 found=False,
@@ -262,45 +252,24 @@ class Intake:
             for stage in range(1, self._grid.rank_map.num_stages):
                 self._control.announce(self._grid.rank_map.rank_serving(stage=stage, domain=domain), announcement)
 
-    def _local(self, rest: list[Any]) -> tuple[torch.Tensor, ...]:
-        """What the micro-batch brings for the local layers: the third value of ``batch_fn``."""
-        found = rest[0] if rest else ()
-        if len(rest) > 1 or not isinstance(found, tuple) or (self._module.local_layers and not rest):
-            raise ConfigError.of(
-                "batch_fn",
-                found=Absent(f"{2 + len(rest)} values"),
-                expected="(inputs, labels, local), local being a tuple of tensors for the local layers",
-                fix="return a third value, or build the module without local_layers=",
-            )
-        return found
-
-    def _signatures(self, inputs: Any, local: tuple[torch.Tensor, ...]) -> tuple[Signature, ...]:
+    def _signatures(self, batch: MicroBatch, place: str) -> tuple[Signature, ...]:
         """The signature of a micro-batch at every boundary."""
         announced: tuple[Signature, ...] = ()
-        before, known = shapes_of(inputs), self._tracer.boundaries(())
+        before: Shapes = ()
+        known, local = self._tracer.boundaries(()), shapes_of(batch.local)
         for boundary in self._edge_boundaries:
-            shapes = None if self._module.sent_shapes is None else self._module.sent_shapes(inputs, local, boundary)
-            if shapes is None:
-                signature = self._tracer.sent_by_edge(boundary, before, shapes_of(local))
-            else:
+            shapes = self._reader.sent_shapes(batch, boundary, place)
+            if shapes is not None:
                 signature = self._tracer.declare(boundary, shapes)
+            elif boundary == 0:
+                signature = self._tracer.sent_by_head(batch.inputs, local)
+            else:
+                signature = self._tracer.sent_by_edge(boundary, before, local)
             self._guard.check_announced(boundary, signature)
             announced = (*announced, signature)
             known = self._tracer.boundaries(announced)
             before = without_gradients(known[-1])
         return known
-
-    def _count_targets(self, labels: Any) -> int:
-        if self._module.loss_reduction != "token" or self._module.count_targets is None or not self._with_loss:
-            return 0
-        if labels is None:
-            raise ConfigError.of(
-                "batch.labels",
-                found=Absent(),
-                expected="labels, since a loss is computed",
-                fix="add them in the collate function, or call eval_batch with compute_loss=False",
-            )
-        return self._module.count_targets(labels)
 
     def _agree(self, status: Status, num_targets: int) -> tuple[Status, int]:
         """Let the edge replicas agree on the worst status and on the number of targets of the global batch."""
@@ -346,14 +315,3 @@ class Intake:
 
 def _device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise ConfigError.of(
-            "training_data",
-            found=type(batch).__name__,
-            expected="micro-batches that are (inputs, labels)",
-            fix="return such a pair from collate_fn, or give the module a batch_fn that makes one",
-        )
-    return batch[0], batch[1]

@@ -21,6 +21,7 @@ from ds_ldt.config import JobConfig, load_config
 from ds_ldt.dropout import Place
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.grid import LDTPipelineGrid, LDTTopology
+from ds_ldt.identity import ModelFingerprint, RunIdentity
 from ds_ldt.launch import init_distributed, prepare_environment
 from ds_ldt.layout import Layout
 from ds_ldt.lora import plan_adapters
@@ -65,6 +66,7 @@ class LDTPipelineModule(PipelineModule):
             parameters of a layer whose names start so.
         layer_names: for ``ldt.lora``, the name of each layer in the unsplit model; default ``model.layers.{index}``.
         model_type: for ``ldt.lora``, whose default target modules to take, by transformers' name.
+        fingerprint: the model that both sites and every checkpoint have to be of; None where that is not known.
         base_seed: seed of the initial weights, layer i uses ``base_seed + i``; and of what layers draw in training
             (see :mod:`ds_ldt.dropout`).
         activation_checkpoint_interval: checkpoint activations every so many layers; 0 turns it off. A value in the
@@ -74,6 +76,7 @@ class LDTPipelineModule(PipelineModule):
         dynamic_shape: whether the micro-batches of a run may differ in shape.
 
     Attributes:
+        run: this run, and those that it was resumed from; what its checkpoints are told apart by.
         has_engine: True once :func:`ds_ldt.initialize` has made an engine for it.
 
     Raises:
@@ -103,6 +106,7 @@ class LDTPipelineModule(PipelineModule):
         parts: Mapping[str, Iterable[int | tuple[int, str]]] | None = None,
         layer_names: Sequence[str] | None = None,
         model_type: str | None = None,
+        fingerprint: ModelFingerprint | None = None,
         base_seed: int = 1234,
         activation_checkpoint_interval: int = 0,
         checkpointable_layers: list[str] | None = None,
@@ -123,17 +127,14 @@ class LDTPipelineModule(PipelineModule):
         self.sent_shapes = sent_shapes
         self.wire = _wire_schema(wire)
         self.dynamic_shape = dynamic_shape
+        self.fingerprint = fingerprint
         self._check()
         frozen = frozen_parameters(self.job.ldt.freeze, parts or {})
         self._has_adapters, lora = False, self.job.ldt.lora
         plan = partial(plan_adapters, layers=self._layer_specs, names=layer_names, model_type=model_type)
         self.adapters = None if lora is None else plan(lora)
 
-        rank_map = RankMap.from_config(self.job)
-        init_distributed(self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed, sites=rank_map.sites)
-        self._topo = LDTTopology(rank_map)
-        self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
-        agree(self.job, self._grid, num_layers=self._num_layers, wire=self.wire)
+        self.run = RunIdentity(run=self._meet(base_seed))
         self.world_group = dist.group.WORLD
         self.global_rank = self._grid.global_rank
         self.world_size = self._grid.world_size
@@ -144,6 +145,21 @@ class LDTPipelineModule(PipelineModule):
         self._build_virtual_stages(base_seed)
         freeze_parameters(self._modules_by_layer(), frozen)
         self.to(get_accelerator().device_name(self.local_rank))
+
+    def _meet(self, base_seed: int) -> str:
+        """Join the ranks of both sites, make sure that all mean the same job, and return the identity of the run."""
+        rank_map = RankMap.from_config(self.job)
+        init_distributed(self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed, sites=rank_map.sites)
+        self._topo = LDTTopology(rank_map)
+        self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
+        return agree(
+            self.job,
+            self._grid,
+            layers=self._layer_specs,
+            wire=self.wire,
+            base_seed=base_seed,
+            fingerprint=self.fingerprint,
+        )
 
     def _lay_out(self, depths: Mapping[str, int] | None, **joining: int) -> Layout:
         """Cut the layers as configured; with ``depths`` they are those of both modalities and what joins them."""
@@ -263,10 +279,10 @@ class LDTPipelineModule(PipelineModule):
         return found
 
     def owned_layers(self) -> dict[int, nn.Module]:
-        """The layers with weights that this rank holds, by global pipeline layer index; a tied module appears once."""
+        """The modules that this rank holds, by global pipeline layer index; a tied module appears once."""
         owned: dict[int, nn.Module] = {}
-        for index, layer in zip(self.layer_indices, self.forward_funcs, strict=True):
-            if isinstance(layer, nn.Module) and all(layer is not other for other in owned.values()):
+        for index, layer in self._modules_by_layer().items():
+            if all(layer is not other for other in owned.values()):
                 owned[index] = layer
         return owned
 

@@ -61,8 +61,7 @@ class Observer:
             number: of the training step, counted from 1; means nothing in others.
             payloads: key -> the inputs and outputs that are held of a micro-batch after its forward pass.
 
-        Raises:
-            OSError: a trace cannot be written.
+        Where a trace can no longer be written, recording ends with a warning and the training goes on.
         """
         if not step.plan.training:
             yield handlers
@@ -85,7 +84,15 @@ class Observer:
             self._recording = Recording(self._rank, plan.shape.describe_rank(self._rank))
         yield self._recording.wrap(handlers, step=number)
         if number == wanted.steps[1]:
-            self._recording.write(wanted.path)
+            self._write(self._recording, wanted.path)
+
+    def _write(self, recording: Recording, directory: str) -> None:
+        """Write the trace; the place was tried at the start, but a disk may have become full since."""
+        try:
+            recording.write(directory)
+        except OSError as error:
+            self._trace = self._recording = None
+            logger.warning(f"ldt.trace.path: rank {self._rank} wrote no trace, training goes on: {error}")
 
     def tell_what_is_held(self, plan: Plan) -> None:
         """After a training step: keep what was measured in the first one, and say it once.

@@ -7,7 +7,7 @@ padded) and gathers the updated weights again. That is ZeRO stage 1, whatever st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from deepspeed.runtime.utils import is_optimized_parameter
 from torch import Tensor
 
-from ds_ldt.errors import Absent, CheckpointError, ConfigError
+from ds_ldt.errors import Absent, ConfigError
 
 ELEMENTWISE = frozenset(
     {
@@ -151,8 +151,10 @@ class LDTShardedOptimizer(BF16_Optimizer):
     def _place(self, group: int) -> int:
         return int(dist.get_rank(group=self.real_dp_process_group[group]))
 
-    def _length(self, group: int) -> int:
-        return sum(parameter.numel() for parameter in self.bf16_groups[group])
+    def slices(self) -> list[tuple[int, int]]:
+        """The slice of each group's flat buffer that is this replica's, as (start, stop), padding included."""
+        sizes = [partition.numel() for partition in self.fp32_groups_flat_partition]
+        return [(self._place(group) * size, (self._place(group) + 1) * size) for group, size in enumerate(sizes)]
 
     def _slice(self, flat: Tensor, group: int) -> Tensor:
         """This rank's slice of a flat tensor of a group (without padding), padded to the slice's size."""
@@ -221,9 +223,23 @@ class LDTShardedOptimizer(BF16_Optimizer):
             "loss_scaler": {name: getattr(self.loss_scaler, name) for name in self._scaler_state()},
         }
 
+    def named_sizes(self, names: Mapping[int, Any]) -> list[list[tuple[Any, ...]]]:
+        """Name the parameters that make up the flat buffer of each group, in order.
+
+        Args:
+            names: ``id`` of a parameter -> (layer, name within it).
+
+        Returns:
+            For each group a list of (layer, name, numbers of the parameter).
+        """
+        return [[(*names[id(p)], p.numel()) for p in group] for group in self.bf16_groups]
+
     def load_shard(self, shard: Mapping[str, Any]) -> None:
-        """Take over what :meth:`shard` returned on this replica, or :meth:`recut` from another number of them."""
-        self.optimizer.load_state_dict(shard["base"])
+        """Take over master weights and loss scale of a shard, which another number of replicas may have saved.
+
+        :func:`ds_ldt.optimizer_states.shard_for` cuts it for this replica. What its optimizer remembers is
+        loaded apart, by ``optimizer.load_state_dict(shard["base"])``.
+        """
         for current, saved in zip(self.fp32_groups_flat_partition, shard["fp32_partitions"], strict=True):
             current.data.copy_(saved)
         self._hp_optimizer_states_linked = False
@@ -234,50 +250,3 @@ class LDTShardedOptimizer(BF16_Optimizer):
 
     def _scaler_state(self) -> tuple[str, ...]:
         return _SCALER_STATE if self.loss_scaler.dynamic else ()
-
-    def recut(self, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Turn the shards of another number of replicas into the one of this replica.
-
-        Args:
-            shards: all shards of this stage, in the order of their replicas.
-
-        Returns:
-            What :meth:`load_shard` takes.
-
-        Raises:
-            CheckpointError: they are not shards of the parameters that this stage trains.
-        """
-        first = shards[0]
-        if len(first["fp32_partitions"]) != len(self.fp32_groups_flat_partition):
-            raise CheckpointError(
-                f"the optimizer was saved with {len(first['fp32_partitions'])} parameter groups, here are "
-                f"{len(self.fp32_groups_flat_partition)}. Fix: use the same optimizer and the same model"
-            )
-        sizes = [partition.shape for partition in first["fp32_partitions"]]
-        state = {
-            index: {
-                name: self._joined([shard["base"]["state"][index][name] for shard in shards], index)
-                if isinstance(value, Tensor) and value.shape == sizes[index]
-                else value
-                for name, value in entries.items()
-            }
-            for index, entries in first["base"]["state"].items()
-        }
-        return {
-            **first,
-            "base": {**first["base"], "state": state},
-            "fp32_partitions": [
-                self._joined([shard["fp32_partitions"][index] for shard in shards], index)
-                for index in range(len(sizes))
-            ],
-        }
-
-    def _joined(self, pieces: Sequence[Tensor], group: int) -> Tensor:
-        length, found = self._length(group), sum(piece.numel() for piece in pieces)
-        unit = self.nccl_start_alignment_factor * len(pieces)
-        if found != -(-length // unit) * unit:
-            raise CheckpointError(
-                f"parameter group {group} was saved as {len(pieces)} shards of {found} numbers in all, but this stage "
-                f"trains {length}. Fix: load it into the model and the layout that it was saved from"
-            )
-        return self._slice(torch.cat(list(pieces))[:length], group)

@@ -118,6 +118,7 @@ class Planner:
         if path is None:
             return
         try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(costs_document(self.known), indent=2) + "\n")
         except OSError as error:  # training does not depend on it
             logger.warning(f"ldt.measured_costs: nothing was written, {error}")

@@ -100,12 +100,17 @@ class Recording:
             self._events.append({**arrow, **place})
 
     def write(self, directory: str) -> Path:
-        """Write the spans of all recorded steps; return the file.
+        """Write the spans of all recorded steps; return the file, which is there as a whole or as it was before.
 
         Raises:
             OSError: the directory cannot be written.
         """
         path = Path(directory, f"rank_{self._rank}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}) + "\n")
+        aside = path.with_name(f".{path.name}.partial")
+        try:
+            aside.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}) + "\n")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
         return path

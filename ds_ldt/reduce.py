@@ -93,6 +93,19 @@ def sum_over_sites(values: Tensor, grid: LDTPipelineGrid) -> Tensor:
     return values
 
 
+def ranks_where(here: bool, grid: LDTPipelineGrid) -> list[int]:
+    """Return the ranks of both sites that say yes; every rank calls it and gets the same answer.
+
+    Args:
+        here: what this rank says.
+        grid: the groups.
+    """
+    flags = torch.zeros(grid.world_size, dtype=torch.int32)
+    flags[grid.global_rank] = int(here)
+    summed = sum_over_sites(flags.to(get_accelerator().current_device_name()), grid)
+    return [rank for rank, flag in enumerate(summed.tolist()) if flag]
+
+
 def global_norm(
     gradients: Sequence[Tensor], grid: LDTPipelineGrid, extra: Tensor, summary: StepSummary
 ) -> tuple[Tensor, Tensor]:
@@ -140,3 +153,22 @@ def exchange_text(text: str, grid: LDTPipelineGrid) -> list[str]:
         both[int(grid.site == "cloud"), : len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     summed = sum_over_sites(both.to(get_accelerator().current_device_name()), grid).cpu()
     return [bytes(row[row != 0].tolist()).decode() for row in summed]
+
+
+def gather_text_of_site(text: str, grid: LDTPipelineGrid) -> list[str]:
+    """Let every rank of a site read the texts of all its ranks.
+
+    Args:
+        text: of this rank. At most 8 KiB of UTF-8.
+        grid: the groups.
+
+    Returns:
+        The texts of the ranks of this site, in the order of the ranks.
+    """
+    encoded = text.encode()
+    mine = torch.zeros(MAX_TEXT_BYTES, dtype=torch.uint8)
+    mine[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    mine = mine.to(get_accelerator().current_device_name())
+    rows = [torch.zeros_like(mine) for _ in grid.site_ranks]
+    dist.all_gather(rows, mine, group=grid.site_group)
+    return [bytes(row[row != 0].tolist()).decode() for row in (row.cpu() for row in rows)]

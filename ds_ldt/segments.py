@@ -72,15 +72,16 @@ def _run_checkpointed(funcs: Sequence[Func], inputs: Payload, reentrant: bool, p
     Reentrant checkpointing drops the gradients of a segment none of whose inputs needs one (token ids), so such a
     segment always uses the other kind.
     """
-    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    is_plain = type(inputs) is tuple  # other containers hold a micro-batch, which needs no gradients: passed as it is
+    tensors = inputs if is_plain else (inputs,)
 
-    def run(*args: Tensor) -> Any:
-        return _run(funcs, args if isinstance(inputs, tuple) else args[0])
+    def run(*args: Any) -> Any:
+        return _run(funcs, args if is_plain else args[0])
 
     return checkpoint(
         run,
         *tensors,
-        use_reentrant=reentrant and any(tensor.requires_grad for tensor in tensors),
+        use_reentrant=reentrant and any(isinstance(one, Tensor) and one.requires_grad for one in tensors),
         preserve_rng_state=preserve_rng_state,
     )
 

@@ -18,8 +18,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ds_ldt.checks import EDGE_STAGE
-from ds_ldt.errors import ConfigError
+from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.layout import Layout
+from ds_ldt.recent import Recent
+from ds_ldt.trees import map_tensors, tensors_in
 from ds_ldt.wire import Signature, TensorSignature, WireSchema
 
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -59,6 +61,24 @@ class ShapeTracer:
         self._tied: dict[str, nn.Module] = {}
         self._sent = lru_cache(REMEMBERED)(self._find_sent)
         self._between = lru_cache(REMEMBERED)(self._find_between)
+        self._structured: Recent[tuple[str, Shapes], Signature] = Recent(REMEMBERED)
+
+    def sent_by_head(self, inputs: Any, local: Shapes = ()) -> Signature:
+        """What the edge sends over boundary 0.
+
+        Args:
+            inputs: a micro-batch: a tensor, a tuple of tensors, or tensors in other containers, which the first layer
+                then has to take as they are.
+            local: as for :meth:`sent_by_edge`.
+
+        Raises:
+            ConfigError: the inputs hold something else, or the layers do not run on the meta device.
+        """
+        check_inputs(inputs)
+        if isinstance(inputs, Tensor) or (type(inputs) is tuple and all(isinstance(one, Tensor) for one in inputs)):
+            return self.sent_by_edge(0, shapes_of(inputs), local)
+        key = repr(map_tensors(lambda tensor: (tensor.dtype, tuple(tensor.shape)), inputs)), local
+        return self._structured.get(key, lambda: self.declare(0, self._run_on_meta(0, _like(inputs), _on_meta(local))))
 
     def sent_by_edge(self, boundary: int, shapes: Shapes, local: Shapes = ()) -> Signature:
         """What the edge sends over one of its boundaries.
@@ -109,8 +129,10 @@ class ShapeTracer:
         )
 
     def _trace(self, virtual_stage: int, shapes: Shapes, local: Shapes = ()) -> Shapes:
-        tensors, kept = _on_meta(shapes), _on_meta(local)
-        payload: Any = tensors if len(tensors) > 1 else tensors[0]
+        return self._run_on_meta(virtual_stage, _on_meta(shapes), _on_meta(local))
+
+    def _run_on_meta(self, virtual_stage: int, payload: Any, kept: tuple[Tensor, ...]) -> Shapes:
+        payload = payload[0] if isinstance(payload, tuple) and len(payload) == 1 else payload
         start = self._layout.virtual_stages[virtual_stage].start
         try:
             with torch.no_grad(), torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -158,6 +180,25 @@ def without_gradients(signature: Signature) -> Shapes:
 
 def _on_meta(shapes: Shapes) -> tuple[Tensor, ...]:
     return tuple(torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in shapes)
+
+
+def _like(payload: Any) -> Any:
+    return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), payload)
+
+
+def check_inputs(inputs: Any) -> None:
+    """Check that the inputs of the first layer are made of tensors.
+
+    Raises:
+        ConfigError: they hold something else, or nothing.
+    """
+    if not tensors_in(inputs):
+        raise ConfigError.of(
+            "inputs",
+            found=Absent(f"{type(inputs).__name__} without a tensor"),
+            expected="a tensor, a tuple of tensors, or a mapping of tensors",
+            fix="let collate_fn or batch_fn make tensors of them",
+        )
 
 
 def shapes_of(payload: Any) -> Shapes:

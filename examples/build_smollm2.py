@@ -52,7 +52,7 @@ def build(directory: Path, *, dtype: str = "float32") -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The loaded model remembers that it was quantised and would refuse to be saved: a fresh one takes its weights.
     config = loaded.config

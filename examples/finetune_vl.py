@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import Qwen2_5_VLConfig
 
 import ds_ldt
+from ds_ldt.arguments import at_least
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -169,36 +170,56 @@ def in_turn(engine: ds_ldt.LDTPipelineEngine, samples: Photographs, collate: Any
         yield collate([samples[index % len(samples)] for index in range(start, start + size)])
 
 
-def finetune(args: argparse.Namespace) -> dict[str, Any]:
-    """Build this rank's part of the model and train it; return the losses."""
-    torch.manual_seed(args.seed)
-    job = ds_ldt.load_config(args.config)
-    module = ds_ldt.models.from_pretrained(small_config(job), config=job, seed=args.seed)
-    training = held_out = collate = None
-    if module.mpu().site == "edge":  # the cloud has neither photographs nor a tokenizer
-        from ds_ldt.models.conversations import ConversationCollator
-
-        print(module.wire.describe())
-        collate = ConversationCollator(byte_processor(args.image_size))
-        training, held_out = Photographs(0, 64 * len(ANSWERS)), Photographs(10_000, len(ANSWERS))
-    engine, _, _, _ = ds_ldt.initialize(model=module, config=job, training_data=training, collate_fn=collate)
+def train(
+    engine: ds_ldt.LDTPipelineEngine, held_out: Photographs | None, collate: Any, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure the held-out loss, train, measure again, and save now and then; return the losses."""
 
     def measure() -> float:
         batches = in_turn(engine, held_out, collate) if held_out is not None else None
         return float(engine.eval_batch(batches))
 
-    before, losses = measure(), []
-    with tqdm(total=args.steps, desc="fine-tuning", unit="step", disable=engine.global_rank != 0) as bar:
-        for _ in range(args.steps):
-            losses.append(float(engine.train_batch()))
-            bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
+    engine.agree_on({f"--{name}": getattr(args, name) for name in ("steps", "eval_every")})
+    saver = ds_ldt.Saver(
+        engine, args.save, every=args.save_every, keep=args.keep, resume=args.resume, setting="--save"
+    )
+    result = saver.state or {"held_out_before": measure(), "losses": [], "evaluations": []}
+    done = engine.global_steps
+    with tqdm(total=args.steps, initial=done, desc="fine-tuning", unit="step", disable=engine.global_rank != 0) as bar:
+        for step in range(done + 1, args.steps + 1):
+            result["losses"].append(float(engine.train_batch()))
+            bar.set_postfix_str(f"loss {result['losses'][-1]:.4f}", refresh=False)
             bar.update()
-    result = {"held_out_before": before, "held_out_after": measure(), "losses": losses}
-    if args.save is not None:
-        engine.save_checkpoint(args.save)
+            if args.eval_every and step % args.eval_every == 0:
+                loss = measure()
+                result["evaluations"].append({"step": step, "held_out": loss})
+                if not bar.disable:
+                    bar.write(f"step {step}: held-out loss {loss:.4f}")
+            saver.save_if_due(result)
+    saver.save(result)
+    return {**result, "held_out_after": measure()}
+
+
+def finetune(args: argparse.Namespace) -> dict[str, Any]:
+    """Read the data, build this rank's part of the model and train it; return the losses."""
+    torch.manual_seed(args.seed)
+    job = ds_ldt.load_config(args.config)
+    training = held_out = collate = None
+    if ds_ldt.site_of_this_rank(job) == "edge":  # the cloud has neither photographs nor a tokenizer
+        from ds_ldt.models.conversations import ConversationCollator
+
+        collate = ConversationCollator(byte_processor(args.image_size))
+        training, held_out = Photographs(0, 64 * len(ANSWERS)), Photographs(10_000, len(ANSWERS))
+    module = ds_ldt.models.from_pretrained(small_config(job), config=job, seed=args.seed)
+    engine, _, _, _ = ds_ldt.initialize(model=module, config=job, training_data=training, collate_fn=collate)
     if engine.global_rank == 0:
+        print(module.wire.describe())
+    result = train(engine, held_out, collate, args)
+    if engine.global_rank == 0:
+        losses = result["losses"]
         print(f"loss {losses[0]:.4f} in the first step and {losses[-1]:.4f} in step {len(losses)}")
-        print(f"held-out loss {before:.4f} before and {result['held_out_after']:.4f} after training")
+        before, after = result["held_out_before"], result["held_out_after"]
+        print(f"held-out loss {before:.4f} before and {after:.4f} after training")
         if args.save is not None:
             (args.save / "metrics.json").write_text(json.dumps(result, indent=1) + "\n")
     engine.destroy()
@@ -208,14 +229,25 @@ def finetune(args: argparse.Namespace) -> dict[str, Any]:
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     default = Path(__file__).resolve().parent.parent / "ds_configs/vl_photographs.json"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--config", type=Path, default=default, help='DeepSpeed JSON with the "ldt" section')
     parser.add_argument("--save", type=Path, help="directory for this site's part of the checkpoint (default: none)")
-    parser.add_argument("--steps", type=int, default=120, help="default: 120")
-    parser.add_argument("--image_size", type=int, default=112, help="pixels of a square image, at most (default: 112)")
+    parser.add_argument("--save_every", type=at_least(1), metavar="N", help="save every N steps, not just at the end")
+    parser.add_argument("--keep", type=at_least(1), metavar="N", help="keep the last N checkpoints (default: all)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save, if any")
+    parser.add_argument("--steps", type=at_least(1), default=120, help="in all, resumed ones included (default: 120)")
+    parser.add_argument("--eval_every", type=at_least(1), metavar="N", help="evaluate every N steps as well")
+    parser.add_argument(
+        "--image_size", type=at_least(56), default=112, help="pixels of a square image, at most (default: 112)"
+    )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # added by the launcher
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.save is None and (args.resume or args.save_every or args.keep):
+        parser.error("--save_every, --keep and --resume need --save")
+    return args
 
 
 if __name__ == "__main__":

@@ -47,9 +47,10 @@ done
 [ -z "$config" ] || [ -z "$domains" ] || ldt_die "--domains and --config both say how many domains there are: give one of them"
 
 begin="$(date +%s)"
+{ mkdir -p "$workdir" && probe="$(mktemp "$workdir/.probe.XXXXXX")" && rm "$probe"; } 2>/dev/null ||
+    ldt_die "--workdir '$workdir' cannot be written to"
 ldt_setup
 examples="$LDT_ROOT/examples"
-mkdir -p "$workdir"
 workdir="$(cd "$workdir" && pwd)"
 # Nothing here may come from a model hub; ranks share the cores, so threads of the tokenizer would only be in the way.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

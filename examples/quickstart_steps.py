@@ -17,6 +17,8 @@ def make_config(args: argparse.Namespace) -> None:
     ldt = settings["ldt"]
     if args.domains is not None:
         ldt["cloud"]["data_parallel_size"] = args.domains
+    if not (args.model / "config.json").is_file():
+        sys.exit(f"{args.model} holds no config.json")
     layers = json.loads((args.model / "config.json").read_text())["num_hidden_layers"]
     matrix = ldt["pipeline_num_layers"]
     in_cloud = layers - sum(row[0] for row in matrix)
@@ -69,14 +71,19 @@ def report(args: argparse.Namespace) -> None:
 
 def generate(args: argparse.Namespace) -> None:
     """Load what was trained the usual way and print how it goes on with a prompt."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model)
+    from ds_ldt.models.texts import load_tokenizer
+
+    for directory, name in ((args.model, "config.json"), (args.adapter, "adapter_config.json")):
+        if directory is not None and not (directory / name).is_file():  # what is not here is taken for a hub's name
+            sys.exit(f"{directory} holds no {name}")
+    tokenizer = load_tokenizer(args.model, setting="--model")
+    model = AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True)
     if args.adapter is not None:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, args.adapter)
+        model = PeftModel.from_pretrained(model, args.adapter, local_files_only=True)
     inputs = tokenizer(args.prompt, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=args.tokens, do_sample=False, repetition_penalty=1.2)
     print(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.example_runs import write_tiny_model
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted([*EXAMPLES.glob("*.sh"), *(ROOT / "tests").glob("*.sh"), ROOT / ".ci/run"])
@@ -88,6 +90,8 @@ def test_python_examples_explain_themselves(script: Path) -> None:
         (["--model", "nowhere"], "no config.json in it"),
         (["--text", "nowhere.txt"], "--text 'nowhere.txt' does not exist"),
         (["--config", "nowhere.json"], "--config 'nowhere.json' does not exist"),
+        (["--workdir", "/proc/ldt_work"], "--workdir '/proc/ldt_work' cannot be written to"),
+        (["--workdir", str(EXAMPLES / "hostfile")], "hostfile' cannot be written to"),
     ],
 )
 def test_quickstart_refuses_a_wrong_option_before_it_installs_anything(arguments: list[str], message: str) -> None:
@@ -392,35 +396,7 @@ def test_quickstart_report_fails_when_the_loss_did_not_fall(tmp_path: Path, afte
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory: a Llama of 6 small layers, tied, and a tokenizer trained on the spot."""
-    from pydoc_data.topics import topics
-
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    directory = tmp_path_factory.mktemp("tiny_model")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(list(topics.values())[:5], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=400,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=6,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
+    return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
 def run_example(name: str, *words: str | Path, tmp_path: Path, timeout_s: float) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ds_ldt.checkpointing import manifest_name
+from ds_ldt.checkpoint_manifest import manifest_name
 from ds_ldt.conversion.directories import EDGE_ONLY_FILES, StagedDirectory, check_apart, copy_files
 from ds_ldt.conversion.to_hf import is_model_file, open_sites
 from ds_ldt.errors import CheckpointError

@@ -12,7 +12,9 @@ from ds_ldt.checks import EDGE_STAGE
 from ds_ldt.config import ConfigSource, load_config
 from ds_ldt.conversion.directories import EDGE_ONLY_FILES, StagedDirectory, check_apart, copy_files
 from ds_ldt.errors import CheckpointError
+from ds_ldt.identity import ModelFingerprint
 from ds_ldt.layout import Layout
+from ds_ldt.models.fingerprint import fingerprint_of
 from ds_ldt.models.hf_files import HFWeights
 from ds_ldt.models.layer_files import (
     MANIFEST_FILE,
@@ -70,6 +72,7 @@ def convert_to_layers(
     family = family_of(model_config)
     weights = HFWeights(source, family.key_map(model_config))
     weights.check(family.expected_shapes(model_config))
+    fingerprint = fingerprint_of(model_config, weights)
 
     with ExitStack() as stack:
         staged = {
@@ -77,7 +80,7 @@ def convert_to_layers(
             for site, target in targets.items()
         }
         manifests = {
-            site: _write_site(site, directory.path, weights, layout, model_config)
+            site: _write_site(site, directory.path, weights, layout, model_config, fingerprint)
             for site, directory in staged.items()
         }
         for directory in staged.values():
@@ -85,7 +88,14 @@ def convert_to_layers(
     return manifests
 
 
-def _write_site(site: Site, directory: Path, weights: HFWeights, layout: Layout, config: PreTrainedConfig) -> Manifest:
+def _write_site(
+    site: Site,
+    directory: Path,
+    weights: HFWeights,
+    layout: Layout,
+    config: PreTrainedConfig,
+    fingerprint: ModelFingerprint,
+) -> Manifest:
     """Write the layers of one site, and the manifest last."""
     keys = weights.keys
     entries: dict[int, LayerEntry] = {}
@@ -99,6 +109,7 @@ def _write_site(site: Site, directory: Path, weights: HFWeights, layout: Layout,
         pipeline_num_layers=layout.configured,
         num_layers=keys.num_layers,
         tied=keys.tied,
+        model=fingerprint,
         layers=entries,
         other_files=copy_files(names, [weights.directory], directory),
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_ldt.errors import Absent, ConfigError
+from ds_ldt.errors import Absent, ConfigProblem, SampleError
 
 IGNORE_INDEX = -100
 
@@ -18,7 +19,22 @@ _USED = ("input_ids", "attention_mask", "position_ids", "labels")
 _IGNORED = ("token_type_ids",)
 
 
-def prepare_batch(batch: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextBatches:
+    """Reads the batches of one model of text: `prepare_batch` with its vocabulary.
+
+    Attributes:
+        vocab_size: Rows of the model's embedding.
+    """
+
+    vocab_size: int
+
+    def __call__(self, batch: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Turn a collated batch into `(inputs, labels)`; see `prepare_batch`."""
+        return prepare_batch(batch, vocab_size=self.vocab_size)
+
+
+def prepare_batch(batch: Any, *, vocab_size: int | None = None) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Turn a collated batch into `(inputs, labels)`, the form that a pipeline takes.
 
     The batch means what it means to `model(**batch, use_cache=False)` of transformers: without `position_ids` every
@@ -29,17 +45,21 @@ def prepare_batch(batch: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
         batch: A mapping with `input_ids` (B, S) and optionally `attention_mask` (B, S) of 0 and 1, `position_ids`
             (B, S) or (1, S), and `labels` (B, S), not shifted. Or a pair `(inputs, labels)`, whose inputs are such a
             mapping, the ids alone, or a tuple `(input_ids, position_ids[, mask])`.
+        vocab_size: Rows of the model's embedding, to which ids and labels are held; None leaves them unchecked.
 
     Returns:
         `((input_ids int64, position_ids int32[, padding mask bool]), labels int64)`, each (B, S). Labels are None if
         the batch has none.
 
     Raises:
-        ConfigError: The batch holds something that is not supported, or shapes disagree.
+        SampleError: The batch holds something that is not supported, shapes disagree, or an id or a label is out of
+            range; a ConfigError that names the row.
     """
     fields = fields_of(batch)
     input_ids = input_ids_of(fields)
     labels = like_ids(input_ids, "labels", fields)
+    if vocab_size is not None:
+        check_range(input_ids, labels, vocab_size)
     mask = like_ids(input_ids, "attention_mask", fields)
     position_ids = _positions(input_ids, fields.get("position_ids"))
     inputs: tuple[Tensor, ...] = (input_ids.long(), position_ids)
@@ -66,7 +86,7 @@ def fields_of(batch: Any, *, used: tuple[str, ...] = _USED) -> dict[str, Any]:
         used: The fields that are known.
 
     Raises:
-        ConfigError: It has another form, or another field.
+        SampleError: It has another form, or another field.
     """
     if isinstance(batch, Mapping):
         fields = dict(batch)
@@ -173,6 +193,41 @@ def shape_of(tensor: Tensor) -> Absent:
     return Absent(f"shape {tuple(tensor.shape)}")
 
 
-def batch_problem(name: str | None, found: object, expected: str, fix: str) -> ConfigError:
+def check_range(input_ids: Tensor, labels: Tensor | None, vocab_size: int) -> None:
+    """Check that token ids and labels are rows of the embedding: beyond it a kernel fails without naming a sample.
+
+    Args:
+        input_ids: (B, S), padded places too, for all are looked up.
+        labels: (B, S); -100 marks what is no target.
+        vocab_size: Rows of the embedding.
+
+    Raises:
+        SampleError: One is not; it names the row and the position.
+    """
+    _check_range("input_ids", input_ids, vocab_size, f"token ids from 0 to {vocab_size - 1}")
+    if labels is not None:
+        shifted = labels.where(labels != IGNORE_INDEX, 0)
+        expected = f"labels from 0 to {vocab_size - 1}, or {IGNORE_INDEX} for what is no target"
+        _check_range("labels", shifted, vocab_size, expected)
+
+
+def _check_range(name: str, values: Tensor, vocab_size: int, expected: str) -> None:
+    if values.numel() == 0 or values.dtype == torch.bool:
+        return
+    least, largest = values.aminmax()
+    if int(least) >= 0 and int(largest) < vocab_size:
+        return
+    row, position = ((values < 0) | (values >= vocab_size)).nonzero()[0].tolist()
+    raise batch_problem(
+        name,
+        Absent(f"{int(values[row, position])} at position {position}"),
+        f"{expected} (the model's vocab_size is {vocab_size})",
+        "use the tokenizer that belongs to the model, and look at what makes this field of the sample",
+        row=row,
+    )
+
+
+def batch_problem(name: str | None, found: object, expected: str, fix: str, *, row: int | None = None) -> SampleError:
     """Return the error for something wrong with a field of a batch, or with the batch as a whole (None)."""
-    return ConfigError.of(f"batch.{name}" if name else "batch", found=found, expected=expected, fix=fix)
+    problem = ConfigProblem(key=f"batch.{name}" if name else "batch", found=found, expected=expected, fix=fix)
+    return SampleError.of_row(row, problem)

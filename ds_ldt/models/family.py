@@ -16,7 +16,7 @@ from ds_ldt.errors import ConfigProblem
 from ds_ldt.layout import Layout
 from ds_ldt.modalities import TEXT
 from ds_ldt.models.attention import AttentionMemo
-from ds_ldt.models.batch import prepare_batch
+from ds_ldt.models.batch import TextBatches
 from ds_ldt.models.causal_lm import OutputLayer, TokenEmbedding, tied_output
 from ds_ldt.models.keys import NUM_LEADING, NUM_TRAILING, KeyMap
 from ds_ldt.wire import WireSchema, WireTensor
@@ -114,7 +114,7 @@ class ModelFamily:
 
     def batches(self, config: PreTrainedConfig) -> Callable[[Any], Any]:
         """Return what turns a collated batch into what a model with this config takes."""
-        return prepare_batch
+        return TextBatches(vocab_size=config.vocab_size)
 
     def layers(self, config: PreTrainedConfig) -> list[LayerSpec]:
         """Return the pipeline layers of a checked config. Nothing is allocated until a layer is built."""

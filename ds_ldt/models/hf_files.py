@@ -57,6 +57,40 @@ class HFWeights:
         """Read all weights of a pipeline layer: key within the layer -> tensor, dtype as stored."""
         return {key: self.get(at, key) for at, key in self._places if at == layer and not is_recomputed(key)}
 
+    @property
+    def places(self) -> list[tuple[int, str]]:
+        """Every weight of the model that is here, as (pipeline layer, key within it), sorted.
+
+        Not among them are a tied output layer, which copies the embedding, and what the config determines.
+        """
+        held = set(self.keys.layers_with_weights)
+        return sorted((layer, key) for layer, key in self._places if layer in held and not is_recomputed(key))
+
+    def ends(self, layer: int, key: str, num_bytes: int) -> tuple[list[Tensor], torch.dtype, tuple[int, ...]]:
+        """Read the first and the last rows of a weight.
+
+        Args:
+            layer: Pipeline layer.
+            key: Key within it.
+            num_bytes: Least size of either part; a weight that is not larger than two of them comes whole.
+
+        Returns:
+            The parts, and dtype and shape of the weight.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        hf_key = self._hf_key(layer, key)
+        view = self._handle(hf_key).get_slice(hf_key)
+        shape = tuple(view.get_shape())
+        if not shape or 0 in shape:
+            whole = self._get(hf_key)
+            return [whole], whole.dtype, shape
+        row = view[:1]
+        rows = -(-num_bytes // (row.numel() * row.element_size()))
+        parts = [view[:]] if 2 * rows >= shape[0] else [view[:rows], view[shape[0] - rows :]]
+        return parts, row.dtype, shape
+
     def check(self, expected: Shapes) -> None:
         """Compare keys and shapes with those of the model, for the pipeline layers in `expected`.
 

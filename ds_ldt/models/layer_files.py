@@ -2,7 +2,7 @@
 
     layer_00-model_states.pt      torch.save of the layer's state dict; DeepSpeed's own naming, the number being the
     layer_01-model_states.pt      global pipeline layer index
-    manifest.json                 what the files hold (format version 1, see `Manifest`)
+    manifest.json                 what the files hold (format version 2, see `Manifest`)
     config.json                   the model's Hugging Face config
 
 A checkpoint written by the engine has the same layer files in `<directory>/<tag>/`, `<directory>/latest` naming the
@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from ds_ldt.errors import CheckpointError
+from ds_ldt.identity import ModelFingerprint
 
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest"
 FORMAT = "ds_ldt layer files"
-VERSION = 1
+VERSION = 2
 
 Site = Literal["edge", "cloud"]
 State = dict[str, Tensor]
@@ -61,6 +62,7 @@ class Manifest:
         pipeline_num_layers: The V x P matrix by which layers were given to sites, or one for each modality.
         num_layers: Number of pipeline layers of the whole model.
         tied: The output layer is tied to the embedding and has no file.
+        model: The model that was converted; the same in the manifests of both sites.
         layers: Pipeline layer index -> entry, only the layers of this site.
         other_files: Further files in the directory that belong to it (config.json, tokenizer files).
         format: Always `FORMAT`.
@@ -72,6 +74,7 @@ class Manifest:
     pipeline_num_layers: list[list[int]] | dict[str, list[list[int]]]
     num_layers: int
     tied: bool
+    model: ModelFingerprint
     layers: dict[int, LayerEntry]
     other_files: list[str] = field(default_factory=list)
     format: str = FORMAT
@@ -79,7 +82,8 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Write `manifest.json`."""
-        write_text(directory / MANIFEST_FILE, json.dumps(asdict(self), indent=2) + "\n")
+        content = asdict(self) | {"model": self.model.as_json()}
+        write_text(directory / MANIFEST_FILE, json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -99,7 +103,8 @@ class Manifest:
                     "again."
                 )
             layers = {int(layer): LayerEntry(**entry) for layer, entry in content.pop("layers").items()}
-            return cls(layers=layers, **content)
+            model = ModelFingerprint.from_json(content.pop("model"))
+            return cls(layers=layers, model=model, **content)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} is missing or damaged: {error}") from error
 

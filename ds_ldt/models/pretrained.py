@@ -16,13 +16,16 @@ from transformers.initialization import no_init_weights
 from ds_ldt.config import ConfigSource, JobConfig, load_config
 from ds_ldt.deepspeed_settings import precision
 from ds_ldt.errors import CheckpointError
+from ds_ldt.identity import ModelFingerprint
 from ds_ldt.launch import prepare_environment
 from ds_ldt.layout import Layout
 from ds_ldt.models.batch import count_targets
 from ds_ldt.models.causal_lm import causal_lm_loss
 from ds_ldt.models.family import ModelFamily
+from ds_ldt.models.fingerprint import fingerprint_of
 from ds_ldt.models.hf_files import HFWeights
 from ds_ldt.models.layer_files import MANIFEST_FILE, LayerFiles, Site, shape_problems
+from ds_ldt.models.positions import WatchedBatches
 from ds_ldt.models.registry import checked_config, family_of, layout_of, read_hf_config
 from ds_ldt.topology import RankMap
 
@@ -97,6 +100,7 @@ def from_pretrained(
             family.layers(model_config),
             config=job,
             **pipeline_options(family, model_config, layout),
+            fingerprint=_fingerprint(model_config, weights, seed),
             base_seed=seed,
             **module_options,
         )
@@ -128,7 +132,7 @@ def pipeline_options(family: ModelFamily, config: PreTrainedConfig, layout: Layo
         "parts": family.parts(config),
         "layer_names": [keys.module_name(layer) for layer in range(keys.num_layers)],
         "model_type": family.name,
-        "batch_fn": family.batches(config),
+        "batch_fn": WatchedBatches(family.batches(config), config),
         "count_targets": count_targets,
         "loss_reduction": "token",
     }
@@ -223,6 +227,14 @@ def _open_weights(directory: Path, family: ModelFamily, config: PreTrainedConfig
     if (directory / MANIFEST_FILE).is_file():
         return LayerFiles(directory)
     return HFWeights(directory, family.key_map(config))
+
+
+def _fingerprint(config: PreTrainedConfig, weights: HFWeights | LayerFiles | None, seed: int) -> ModelFingerprint:
+    """The model that this rank takes part in, whichever form its directory has."""
+    if isinstance(weights, LayerFiles):
+        assert weights.manifest is not None, "layer files are recognised by their manifest"
+        return fingerprint_of(config, weights.manifest.model.weights)
+    return fingerprint_of(config, f"random, seed {seed}" if weights is None else weights)
 
 
 def _load_layer_file(target: Mapping[str, torch.Tensor], index: int, files: LayerFiles) -> None:

@@ -74,6 +74,7 @@ class Footprint:
         activation_bytes: Of a message over each boundary.
         gradient_bytes: Of a message back over each boundary.
         sample_bytes: Of a micro-batch as the edge draws it.
+        warning: What the model was not made for; None if nothing.
     """
 
     weights: tuple[StageWeights, ...]
@@ -81,6 +82,7 @@ class Footprint:
     activation_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     sample_bytes: int
+    warning: str | None = None
 
     @property
     def gradient_boundaries(self) -> tuple[bool, ...]:

@@ -255,12 +255,12 @@ def test_layer_file_that_would_run_code_is_refused(work: Path, monkeypatch: pyte
         ("{", "damaged"),
         ("[]", "damaged"),
         ('{"format": "else"}', "does not describe"),
-        (None, "version 2, expected 1"),
+        (None, "version 3, expected 2"),
     ],
 )
 def test_bad_manifest_is_named(work: Path, content: str | None, fragment: str) -> None:
     path = work / "cloud" / "manifest.json"
-    edit_json(path, version=2)
+    edit_json(path, version=3)
     if content is not None:
         path.write_text(content)
     refused(lambda: to_hf(work), str(path), fragment)

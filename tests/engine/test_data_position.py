@@ -11,8 +11,9 @@ import pytest
 import torch
 from deepspeed.utils import logger
 
+from ds_ldt.checkpoint_manifest import content_id
 from ds_ldt.data import TrainingData
-from ds_ldt.data_position import file_name, position_of, restore
+from ds_ldt.data_position import file_name, position_of, read
 from ds_ldt.errors import CheckpointError
 from tests.engine.cases import config, layout
 from tests.harness import GroupPool
@@ -61,6 +62,12 @@ def reader(replica: int = 0, num_replicas: int = 1) -> TrainingData:
 
 def save(engine: Any, directory: Path) -> None:
     torch.save(position_of(engine), directory / file_name(engine.grid.data_parallel_id))
+
+
+def restore(engine: Any, directory: Path) -> None:
+    position = read(engine, directory, {path.name: content_id(path) for path in directory.glob("*.pt")})
+    if position is not None:
+        position.put()
 
 
 def warnings_of(engine: Any, directory: Path) -> list[str]:
@@ -114,6 +121,21 @@ def test_a_loader_of_the_user_is_iterated_anew_from_its_position(tmp_path: Path)
     assert warnings_of(engine, tmp_path) == []
     assert engine.training_dataloader.position == 7
     engine.set_dataloader.assert_called_once_with(engine.training_dataloader)
+
+
+def test_a_position_that_was_put_can_be_taken_back(tmp_path: Path) -> None:
+    save(edge(Stateful(7)), tmp_path)
+    engine = edge(Stateful(3))
+    files = {path.name: content_id(path) for path in tmp_path.glob("*.pt")}
+    position = read(engine, tmp_path, files)
+    assert position is not None
+    assert engine.training_dataloader.position == 3
+    position.take_back()
+    assert engine.training_dataloader.position == 3
+    position.put()
+    assert engine.training_dataloader.position == 7
+    position.take_back()
+    assert engine.training_dataloader.position == 3
 
 
 def test_a_position_that_cannot_be_saved_or_taken_fails_with_the_reason(tmp_path: Path) -> None:

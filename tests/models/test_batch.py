@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import BatchEncoding
 
-from ds_ldt.errors import ConfigError
-from ds_ldt.models import causal_lm_loss, count_targets, prepare_batch
-from tests.models.tiny import LENGTH, ROWS, VOCABULARY, batch_of
+from ds_ldt.errors import ConfigError, SampleError
+from ds_ldt.models import causal_lm_loss, count_targets, family_of, prepare_batch
+from ds_ldt.models.batch import TextBatches
+from tests.models.tiny import FAMILY_NAMES, LENGTH, ROWS, VOCABULARY, batch_of, tiny_config
 
 IDS = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % VOCABULARY
 
@@ -98,6 +99,53 @@ def test_wrong_batch_is_refused_by_name(batch: Any, fragments: list[str]) -> Non
     with pytest.raises(ConfigError) as raised:
         prepare_batch(batch)
     assert [fragment for fragment in fragments if fragment not in str(raised.value)] == []
+
+
+def changed(field: str, value: int, row: int = 1, position: int = 4) -> dict[str, Tensor]:
+    batch = {"input_ids": IDS.clone(), "labels": IDS.clone()}
+    batch[field][row, position] = value
+    return batch
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("input_ids", VOCABULARY),
+        ("input_ids", -1),
+        ("input_ids", -100),
+        ("input_ids", 2**30),
+        ("labels", VOCABULARY),
+        ("labels", -1),
+        ("labels", -101),
+    ],
+)
+def test_S66_ids_and_labels_beyond_the_vocabulary_are_refused_by_row(
+    field: str, value: int, dtype: torch.dtype
+) -> None:
+    batch = {name: tensor.to(dtype) for name, tensor in changed(field, value).items()}
+    with pytest.raises(SampleError) as raised:
+        TextBatches(vocab_size=VOCABULARY)(batch)
+    text = str(raised.value)
+    assert f"row 1: batch.{field}: found {value} at position 4, expected " in text
+    assert f"from 0 to {VOCABULARY - 1}" in text and f"vocab_size is {VOCABULARY}" in text
+    assert raised.value.row == 1
+
+
+def test_S66_ids_and_labels_of_the_whole_vocabulary_are_taken() -> None:
+    read = TextBatches(vocab_size=VOCABULARY)
+    for batch in (changed("input_ids", VOCABULARY - 1), changed("input_ids", 0), changed("labels", -100)):
+        (ids, _), labels = read(batch)
+        assert torch.equal(ids, batch["input_ids"]) and torch.equal(labels, batch["labels"])
+    assert read({"input_ids": IDS})[1] is None
+    assert read({"input_ids": IDS[:, :0], "labels": IDS[:, :0]})[1].shape == (ROWS, 0)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_S66_each_family_checks_against_its_own_embedding(family: str) -> None:
+    read = family_of(tiny_config(family)).batches(tiny_config(family))
+    with pytest.raises(SampleError, match=r"batch\.input_ids: found 61 at position 4"):
+        read(changed("input_ids", VOCABULARY))
 
 
 def test_S30_micro_batch_without_a_target_has_loss_0_and_no_nan() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ds_ldt.errors import ConfigError
+from ds_ldt.errors import ConfigError, SampleError
 from ds_ldt.models import checked_config, count_targets
 from ds_ldt.models.conversations import ConversationCollator, ImageTextProcessor
 from ds_ldt.models.qwen2_5_vl import VisionBatches
@@ -73,7 +73,8 @@ def test_ids_are_those_of_the_processor(processor: ImageTextProcessor) -> None:
 
 
 def test_batch_is_one_that_the_model_takes(processor: ImageTextProcessor) -> None:
-    config = tiny_vl_config(image_token_id=processor.image_token_id, video_token_id=processor.video_token_id)
+    ids = {"image_token_id": processor.image_token_id, "video_token_id": processor.video_token_id}
+    config = tiny_vl_config(text={"vocab_size": len(processor.tokenizer)}, **ids)
     read, collate = VisionBatches(checked_config(config)), ConversationCollator(processor)
     (pixels, grids), labels, (ids, _, mask) = read(collate([ONE, NONE, TWO]))
     assert (len(grids), len(pixels)) == (3, 24 + 16 + 60)
@@ -118,7 +119,9 @@ def test_long_conversations_are_cut_and_images_are_not(side: str) -> None:
         assert bool((cut["labels"][~is_kept] == -100).all())
         assert bool(is_kept[:, 0 if side == "right" else -1].all())
         assert torch.equal(cut["pixel_values"], whole["pixel_values"])
-    with pytest.raises(ConfigError, match=rf"ends at token {images_end} of sample 2 .* = {images_end - 1} tokens"):
+    with pytest.raises(
+        ConfigError, match=rf"row 2: sample\.image: .* ends at token {images_end}, .* = {images_end - 1} tokens"
+    ):
         ConversationCollator(processor, max_length=images_end - 1)([ONE, NONE, TWO])
     with pytest.raises(ConfigError, match=r"collator\.max_length: found 0"):
         ConversationCollator(processor, max_length=0)
@@ -127,8 +130,17 @@ def test_long_conversations_are_cut_and_images_are_not(side: str) -> None:
 CAT = picture(16, 24)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no conversation": ({"image": CAT}, "sample.conversations"),
-    "unknown speaker": ({"conversations": [{"from": "cat", "value": "x"}]}, "sample.conversations[0]"),
-    "no text": ({"conversations": [{"from": "human", "value": 3}]}, "sample.conversations[0]"),
+    "an empty conversation": ({"conversations": []}, "sample.conversations: found none"),
+    "a text as conversation": ({"conversations": "Hello"}, "sample.conversations: found str"),
+    "a list as sample": ([{"from": "human", "value": "x"}], "sample.conversations: found list"),
+    "nothing as sample": (None, "sample.conversations: found nothing"),
+    "a turn that is no mapping": ({"conversations": ["Hello"]}, "sample.conversations[0]: found str"),
+    "unknown speaker": (
+        {"conversations": [{"from": "cat", "value": "x"}]},
+        'sample.conversations[0].from: found "cat"',
+    ),
+    "no text": ({"conversations": [{"from": "human", "value": 3}]}, "sample.conversations[0].value: found 3"),
+    "more marks": (sample(CAT, "<image> and <image>?", "That."), "found 1 images and 2 places"),
     "no mark": (sample(CAT, "What?", "That."), "found 1 images and 0 places"),
     "no image": (sample(None, "<image>What?", "That."), "found 0 images and 1 places"),
     "placeholder as text": (sample(CAT, "<image> or <|image_pad|>?", "That."), "found 1 images and 2 places"),
@@ -142,7 +154,86 @@ def test_malformed_sample_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError) as raised:
         ConversationCollator(processor)([ONE, wrong])
+    assert str(raised.value).startswith("Unusable sample: row 1: sample.")
     assert fragment in str(raised.value)
+
+
+def bad_picture(kind: str, folder: Path) -> str:
+    """A picture in the folder that cannot be used; its name."""
+    path = folder / f"{kind}.png"
+    if kind == "wide":
+        picture(2, 600).save(path)
+    elif kind == "truncated":
+        picture(64, 64).save(path)
+        path.write_bytes(path.read_bytes()[:2000])
+    elif kind == "text":
+        path.write_text("not a picture")
+    elif kind == "empty":
+        path.touch()
+    return path.name
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("wide", "which the image processor refuses (ValueError: absolute aspect ratio must be smaller than 200"),
+        ("truncated", "which cannot be read (OSError: "),
+        ("text", "which cannot be read (UnidentifiedImageError: "),
+        ("empty", "which cannot be read (UnidentifiedImageError: "),
+        ("missing", "expected a file in"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 2])
+def test_S62_a_bad_picture_names_row_field_and_file(
+    processor: ImageTextProcessor, tmp_path: Path, kind: str, reason: str, place: int
+) -> None:
+    picture(16, 24).save(tmp_path / "good.png")
+    name = bad_picture(kind, tmp_path)
+    rows = [sample("good.png", "<image>What?", "That."), NONE]
+    rows.insert(place, sample(["good.png", name], "<image>and<image>?", "That."))
+    with pytest.raises(SampleError) as raised:
+        ConversationCollator(processor, image_folder=tmp_path)(rows)
+    assert f'Unusable sample: row {place}: sample.image: found "{name}"' in str(raised.value)
+    assert reason in str(raised.value)
+    assert raised.value.row == place
+
+
+def test_S62_a_bad_picture_that_a_sample_brings_itself_is_named_by_its_number(processor: ImageTextProcessor) -> None:
+    wide = sample([CAT, picture(1, 300)], "<image>and<image>?", "That.")
+    with pytest.raises(SampleError, match=r"row 1: sample\.image: found number 1, which the image processor refuses"):
+        ConversationCollator(processor)([ONE, wide])
+
+
+def of(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": value} for speaker, value in turns]}
+
+
+@pytest.mark.parametrize("answer", ["Hello.", "A cat.", "B", "  spaced ", "", "<|im|>"])
+def test_S63_the_assistant_may_speak_first_as_the_template_renders_it(
+    processor: ImageTextProcessor, answer: str
+) -> None:
+    batch = ConversationCollator(processor)(
+        [
+            of(("gpt", answer), ("human", "Hi"), ("gpt", "Yes.")),
+            of(("system", "You see."), ("gpt", answer), ("gpt", "Again.")),
+            of(("human", "Hi"), ("gpt", answer)),
+        ]
+    )
+    first = f"{answer}<|im_end|>"
+    assert spoken(processor, batch) == [first + "Yes.<|im_end|>", first + "Again.<|im_end|>", first]
+
+
+def test_S63_a_template_that_wants_the_user_first_refuses_by_sample(processor: ImageTextProcessor) -> None:
+    strict = tiny_processor()
+    strict.chat_template = (
+        "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        + strict.chat_template
+    )
+    with pytest.raises(SampleError) as raised:
+        ConversationCollator(strict)([NONE, of(("gpt", "Hello."), ("human", "Hi"))])
+    text = str(raised.value)
+    assert "row 1: sample.conversations: found turns of assistant, user, which the chat template refuses" in text
+    assert "roles must alternate" in text
 
 
 def test_template_that_rewrites_the_past_is_refused() -> None:

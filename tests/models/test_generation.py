@@ -87,20 +87,23 @@ def test_answers_equal_those_of_transformers(
     # Replicas ask for different things: a call takes as many rounds as the longest answer, and fails for all.
     arguments = [[case, *first[::-1][place : place + 1]][:num_replicas] for place, case in enumerate(first)]
     wrong = [{"input_ids": torch.zeros(3)}, first[0]][:num_replicas]
+    beyond = [{"input_ids": torch.tensor([[3, 4], [5, 10**6]])}, first[0]][:num_replicas]
     ranks = groups.run(
         num_replicas + num_domains,
         "tests.models.generation:generate",
         str(source),
         config,
-        [wrong, *arguments],
+        [wrong, beyond, *arguments],
         deadline_s=90,
     )
     for replica in range(num_replicas):
-        for case, found in zip(arguments, ranks[replica]["answers"][1:], strict=True):
+        for case, found in zip(arguments, ranks[replica]["answers"][2:], strict=True):
             assert torch.equal(found, wanted(model, case[replica]))
     for rank, answers in enumerate(rank["answers"] for rank in ranks):
         assert answers[0].startswith("ConfigError: Configuration error: input_ids" if rank == 0 else "LinkError")
-        assert rank < num_replicas or answers[1:] == [None] * len(arguments)
+        assert answers[1].startswith("SampleError" if rank == 0 else "LinkError")
+        assert ("found 1000000 at position 1" in answers[1]) == (rank == 0)
+        assert rank < num_replicas or answers[2:] == [None] * len(arguments)
     batch = batch_of("left")
     loss = model(**batch).loss.item()
     assert all(rank["kept"] and rank["loss"] == pytest.approx(loss, abs=1e-5) for rank in ranks)

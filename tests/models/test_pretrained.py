@@ -15,12 +15,13 @@ from ds_ldt.config import load_config
 from ds_ldt.conversion import convert_to_layers
 from ds_ldt.errors import CheckpointError, ConfigError
 from ds_ldt.layout import Layout
-from ds_ldt.models import causal_lm_loss, checked_config, count_targets, family_of, from_pretrained, prepare_batch
+from ds_ldt.models import causal_lm_loss, checked_config, count_targets, family_of, from_pretrained
+from ds_ldt.models.batch import TextBatches
 from ds_ldt.models.hf_files import HFWeights
 from ds_ldt.models.layer_files import read_layer
 from ds_ldt.models.pretrained import dtype_of, initialize_layers
 from tests.conversion.models import CONFIG, rewrite, save_model, tensors_of
-from tests.models.tiny import tiny_config
+from tests.models.tiny import VOCABULARY, tiny_config
 
 RANKS = {"edge": 0, "cloud": 1}
 
@@ -89,8 +90,11 @@ def test_sites_together_load_every_weight_once(on: Any, saved: Path, name: str, 
 def test_module_gets_what_the_family_says(on: Any, saved: Path) -> None:
     module = on("edge", saved / "hf", seed=7, activation_checkpoint_interval=2)
     assert len(module.layers) == 7
+    fingerprint = module.options.pop("fingerprint")
+    assert (fingerprint.family, fingerprint.settings["hidden_size"]) == ("qwen2", 24)
     assert module.options.pop("wire").tensors[0].name == "hidden_states"
     names = module.options.pop("layer_names")
+    assert module.options.pop("batch_fn").batch_fn == TextBatches(vocab_size=VOCABULARY)
     assert (names[0], names[4], names[6]) == ("model.embed_tokens", "model.layers.3", "lm_head")
     assert module.options == {
         "model_type": "qwen2",
@@ -101,7 +105,6 @@ def test_module_gets_what_the_family_says(on: Any, saved: Path) -> None:
         "depths": None,
         "local_layers": (),
         "parts": {"embedding": (0,), "text_decoder": (1, 2, 3, 4), "head": (5, 6)},
-        "batch_fn": prepare_batch,
         "count_targets": count_targets,
         "loss_reduction": "token",
         "base_seed": 7,

@@ -77,6 +77,15 @@ def with_ids(ids: Tensor) -> Callable[[Batch], Batch]:
 WRONG: dict[str, tuple[Callable[[Batch], Batch], list[str]]] = {
     "video": (changed(pixel_values_videos=torch.ones(4, 4)), ["batch.pixel_values_videos", "a video", "as images"]),
     "video tokens": (with_ids(row(5, VIDEO, 5)), ["batch.input_ids", "found video tokens"]),
+    "S66, ids beyond the vocabulary": (with_ids(row(5, 61, 5)), ["row 0: batch.input_ids: found 61 at position 1"]),
+    "S66, a negative id": (
+        with_ids(row(5, 5, -1)),
+        ["row 0: batch.input_ids: found -1 at position 2", "from 0 to 60"],
+    ),
+    "S66, labels of -1": (
+        changed(labels=-(vl_batch_of("two sizes")["mm_token_type_ids"]).long()),
+        ["batch.labels: found -1", "-100 for"],
+    ),
     "no pixels": (changed(pixel_values=None), ["batch.pixel_values", "found nothing", "shape (84, 96)"]),
     "no grids": (changed(image_grid_thw=None), ["batch.image_grid_thw", "a tensor"]),
     "patches": (changed(pixel_values=torch.ones(80, 96)), ["batch.pixel_values", "shape (80, 96)", "(84, 96)"]),

@@ -12,7 +12,16 @@ from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from ds_ldt.errors import Absent
-from ds_ldt.models.batch import batch_problem, fields_of, input_ids_of, like_ids, mask_matters, shape_of, tensor_of
+from ds_ldt.models.batch import (
+    batch_problem,
+    check_range,
+    fields_of,
+    input_ids_of,
+    like_ids,
+    mask_matters,
+    shape_of,
+    tensor_of,
+)
 from ds_ldt.models.qwen2_5_vl.layers import TEXT_AXES
 
 IMAGE = 1
@@ -35,6 +44,7 @@ class VisionBatches:
     def __init__(self, config: PreTrainedConfig) -> None:
         self._image_token_id: int = config.image_token_id
         self._video_token_id: int = config.video_token_id
+        self._vocab_size: int = config.text_config.vocab_size
         vision = config.vision_config
         self._merge: int = vision.spatial_merge_size
         self._patch_numbers: int = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -61,12 +71,14 @@ class VisionBatches:
             token takes.
 
         Raises:
-            ConfigError: The batch holds something that is not supported, or its parts do not fit together.
+            SampleError: The batch holds something that is not supported, its parts do not fit together, or an id or a
+                label is out of range.
         """
         fields = fields_of(batch, used=(*_TEXT_FIELDS, *_IMAGE_FIELDS, *_VIDEO_FIELDS))
         input_ids = input_ids_of(fields)
         self._refuse_videos(fields, input_ids)
         labels = like_ids(input_ids, "labels", fields)
+        check_range(input_ids, labels, self._vocab_size)
         mask = like_ids(input_ids, "attention_mask", fields)
         types = like_ids(input_ids, "mm_token_type_ids", fields)
         if types is None:
