@@ -170,8 +170,8 @@ def _unreached(launched: LaunchEnvironment, timeout_s: float, sites: Sequence[st
     if holds_store(launched.rank):
         return LinkError(
             f"{start}{me}, listens at this port, but the address does not lead to it: {reason(error)}. Fix: "
-            "MASTER_ADDR (--master_addr) must be an address of the machine of rank 0, the edge, under which both sites "
-            "reach it; name the same one on both."
+            "MASTER_ADDR (--master_addr) must be an address of the machine of rank 0, the edge, under which both "
+            "sites reach it; name the same one on both."
         )
     if isinstance(error, NotAStoreError):
         return LinkError(f"{start}{me}: {reason(error)}. Fix: choose a port that nothing else uses, on both sites.")
@@ -350,7 +350,7 @@ def preparing(store: SharedStore, *, timeout_s: float) -> Iterator[None]:
     try:
         store.count(_BEATS, 1)
     except OSError as error:
-        raise LinkError(f"The store of the job does not answer: {reason(error)}. Look at the log of rank 0.") from error
+        raise LinkError(f"The store of the job does not answer: {reason(error)}. See the log of rank 0.") from error
     thread = threading.Thread(target=beat, name="ds_ldt signs of life", daemon=True)
     thread.start()
     try:

@@ -131,9 +131,9 @@ def explain(verdict: Verdict, *, plain: str, timeout_s: float, cause: object) ->
         gave_up = [wait for wait in verdict.chain[1:] if mine.rank in wait.peers and not wait.closed]
         if gave_up:
             return (
-                f"rank {mine.rank}: the others have given up waiting for this rank: {_sentence(gave_up)}. It was stopped, "
-                f"busy or cut off for longer than ldt.timeout_s = {timeout_s:g} s: raise that if it is only slow. Cause: "
-                f"{cause}"
+                f"rank {mine.rank}: the others have given up waiting for this rank: {_sentence(gave_up)}. It was "
+                f"stopped, busy or cut off for longer than ldt.timeout_s = {timeout_s:g} s: raise that if it is only "
+                f"slow. Cause: {cause}"
             )
     if not verdict.silent:
         return (

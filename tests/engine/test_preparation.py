@@ -70,7 +70,8 @@ config = {
 }
 with ds_ldt.preparing_data(config):
     time.sleep(8)
-module = ds_ldt.LDTPipelineModule([ds_ldt.LayerSpec(nn.Linear, 4, 4) for _ in range(3)], config, nn.functional.mse_loss)
+layers = [ds_ldt.LayerSpec(nn.Linear, 4, 4) for _ in range(3)]
+module = ds_ldt.LDTPipelineModule(layers, config, nn.functional.mse_loss)
 data = [(torch.ones(4), torch.ones(4))] * 8 if module.mpu().site == "edge" else None
 engine = ds_ldt.initialize(model=module, training_data=data)[0]
 print("trained", float(engine.train_batch()))
