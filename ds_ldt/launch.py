@@ -229,9 +229,9 @@ def _not_connected(launched: LaunchEnvironment, timeout_s: float, error: Excepti
     return LinkError(
         f"Rank {launched.rank} of {launched.world_size} did not meet the others at {place} within {timeout_s:g} s "
         f"(ldt.timeout_s): all ranks came there, but the connections between them were not made "
-        f"{local_end(launched.master_addr, launched.master_port)}: {cause}. Fix: look for an earlier error of another "
-        "rank; name with GLOO_SOCKET_IFNAME, on both sites, the interface that leads to the other one; let every TCP "
-        "port through between them, for gloo opens further ones."
+        f"({local_end(launched.master_addr, launched.master_port)}): {cause}. Fix: look for an earlier error of "
+        "another rank; name with GLOO_SOCKET_IFNAME, on both sites, the interface that leads to the other one; let "
+        "every TCP port through between them, for gloo opens further ones."
     )
 
 

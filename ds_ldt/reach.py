@@ -50,7 +50,7 @@ _CLOSED = "the connection was accepted and closed, as by a proxy whose other end
 
 _MEANINGS: dict[type[OSError], str] = {
     socket.gaierror: "the name does not resolve to an address on this machine",
-    NotAStoreError: "another program listens at this port: it answers, but not as torch's store does",
+    NotAStoreError: "something answers, but not as ds_ldt does: another program has the port, or a proxy is between",
     ConnectionRefusedError: "connection refused, so the machine is there but nothing listens at this port",
     NoAnswerError: _CLOSED,
     ConnectionResetError: _CLOSED,
@@ -125,7 +125,7 @@ def wait_for_store(host: str, port: int, *, timeout_s: float) -> None:
         timeout_s: The longest wait in seconds.
 
     Raises:
-        OSError: Of the last attempt, once the time is over; at once if something else answers.
+        OSError: Of the last attempt, once the time is over.
     """
     begin = time.monotonic()
     told = False
@@ -134,8 +134,6 @@ def wait_for_store(host: str, port: int, *, timeout_s: float) -> None:
         try:
             greet(host, port, timeout_s=max(0.1, min(_ATTEMPT_S, left)))
             return
-        except NotAStoreError:
-            raise
         except OSError as error:
             elapsed = time.monotonic() - begin
             if elapsed + _PAUSE_S >= timeout_s:
@@ -174,15 +172,13 @@ def claim(host: str, port: int, *, timeout_s: float) -> None:
         PermissionError: The port may not be used.
         OSError: With `errno.EADDRINUSE`: the port is in use. Else: the address does not lead here.
     """
-    token, until = secrets.token_bytes(16), time.monotonic() + min(timeout_s, 2 * _ATTEMPT_S)
+    until = time.monotonic() + min(timeout_s, 2 * _ATTEMPT_S)
     with _listen(port) as listening:
         while True:
             left = max(0.1, until - time.monotonic())
             try:
                 within(left, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-                with socket.create_connection((host, port), left) as connection:
-                    connection.sendall(token)
-                    _await(token, listening, min(until, time.monotonic() + 2.0))
+                _connect_to_oneself(host, port, listening, left)
                 return
             except OSError:
                 if time.monotonic() + _PAUSE_S >= until:
@@ -201,6 +197,16 @@ def _listen(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
+def _connect_to_oneself(host: str, port: int, listening: socket.socket, timeout_s: float) -> None:
+    token = secrets.token_bytes(16)
+    with socket.create_connection((host, port), timeout_s) as connection:
+        connection.sendall(token)
+        try:
+            _await(token, listening, time.monotonic() + min(timeout_s, 2.0))
+        except TimeoutError as error:
+            raise ConnectionError("it is an address of another machine, or of a proxy") from error
+
+
 def _await(token: bytes, listening: socket.socket, until: float) -> None:
     """Take connections until one carries the token: ranks that come early try this port as well."""
     while True:
@@ -211,7 +217,7 @@ def _await(token: bytes, listening: socket.socket, until: float) -> None:
             if _receive(connection, len(token)) == token:
                 return
         if time.monotonic() > until:
-            raise TimeoutError("a connection to this address comes out elsewhere")
+            raise TimeoutError("other connections came, but not this one")
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -226,7 +232,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def local_end(host: str, port: int) -> str:
-    """Say from which address and interface this machine would reach another, for error messages."""
+    """Say by which address and interface this machine would reach another, for error messages."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     named = f"GLOO_SOCKET_IFNAME={interface}" if interface else "GLOO_SOCKET_IFNAME not set"
     with suppress(OSError, TimeoutError):
@@ -234,5 +240,5 @@ def local_end(host: str, port: int) -> str:
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # of a datagram socket: nothing is sent
-            return f"from {probe.getsockname()[0]} ({named})"
-    return f"from {socket.gethostname()} ({named})"
+            return f"own address {probe.getsockname()[0]}, {named}"
+    return f"machine {socket.gethostname()}, {named}"

@@ -20,7 +20,7 @@ from itertools import count
 from typing import Any
 
 from ds_ldt.errors import ConfigError, LinkError
-from ds_ldt.reach import NotAStoreError, claim, local_end, reason, wait_for_store, within
+from ds_ldt.reach import claim, local_end, reason, wait_for_store, within
 from ds_ldt.shared_store import SharedStore
 
 logger = logging.getLogger(__name__)
@@ -166,17 +166,17 @@ def _unreached(launched: LaunchEnvironment, timeout_s: float, sites: Sequence[st
         f"Rank {launched.rank} of {launched.world_size} did not meet the others at {where} within {timeout_s:g} s "
         "(ldt.timeout_s): "
     )
-    me = f"this rank{_site(sites, launched.rank)}, {local_end(launched.master_addr, launched.master_port)}"
+    end = local_end(launched.master_addr, launched.master_port)
     if holds_store(launched.rank):
         return LinkError(
-            f"{start}{me}, listens at this port, but the address does not lead to it: {reason(error)}. Fix: "
+            f"{start}this rank{_site(sites, 0)} listens at this port ({end}), but the address does not lead to "
+            f"it: {reason(error)}. Fix: "
             "MASTER_ADDR (--master_addr) must be an address of the machine of rank 0, the edge, under which both "
             "sites reach it; name the same one on both."
         )
-    if isinstance(error, NotAStoreError):
-        return LinkError(f"{start}{me}: {reason(error)}. Fix: choose a port that nothing else uses, on both sites.")
     return LinkError(
-        f"{start}nobody answered. Rank 0{_site(sites, 0)} should listen there; {me}: {reason(error)}. Look at: is the "
+        f"{start}nobody answered. Rank 0{_site(sites, 0)} should listen there; this "
+        f"rank{_site(sites, launched.rank)} tried ({end}): {reason(error)}. Look at: is the "
         "edge started, with the same hostfile, address and port; is this the edge's address as seen from here; does a "
         f"firewall let the port through; does GLOO_SOCKET_IFNAME name the interface that leads there. {DATA_HINT}."
     )
@@ -200,7 +200,7 @@ def gather(
     rank: int,
     world_size: int,
     timeout_s: float,
-    missed: Callable[[Sequence[int], float], LinkError],
+    missed: Callable[[Sequence[int], float, bool], LinkError],
     key: str,
 ) -> None:
     """Wait until every rank has come to this call; as long as one shows signs of life, or else `timeout_s`.
@@ -210,15 +210,16 @@ def gather(
         rank: This rank.
         world_size: How many there are.
         timeout_s: Longest wait in seconds without a sign of life (see `preparing`).
-        missed: Makes the error from the ranks that did not come and the seconds waited; the list is empty if the store
-            itself does not answer.
+        missed: Makes the error from the ranks that had not come when the store last answered, the seconds waited, and
+            whether the store itself no longer answers.
         key: What this gathering is called.
 
     Raises:
         LinkError: As `missed` made it; at once if the process that holds the store has ended.
     """
     begin = last_life = last_told = time.monotonic()
-    missing, is_first, pause = list(range(world_size)), True, _FIRST_PAUSE_S
+    is_first, is_lost, pause = True, False, _FIRST_PAUSE_S
+    missing: list[int] = []
     beats: int | None = None
     while True:
         now = time.monotonic()
@@ -228,17 +229,18 @@ def gather(
                 is_first = False
             arrived = {int(number) for number in store.read(key).split()}
             missing = [number for number in range(world_size) if number not in arrived]
+            is_lost = False
             if not missing:
                 return
             beats, before = store.count(_BEATS), beats
             if before is not None and beats != before:
                 last_life = now
         except (TimeoutError, socket.gaierror):
-            missing = []
+            is_lost = True
         except OSError as error:
-            raise missed([], now - begin) from error
+            raise missed(missing, now - begin, True) from error
         if now - last_life > timeout_s:
-            raise missed(missing, now - begin)
+            raise missed(missing, now - begin, is_lost)
         if now - last_told > _TELL_EVERY_S:
             last_told = now
             state = "it is preparing its data" if last_life > begin else "no sign of life yet"
@@ -267,12 +269,12 @@ def gather_at_start(launched: LaunchEnvironment, world: Any, *, timeout_s: float
     else:
         store, key = join(launched, timeout_s=timeout_s, sites=sites), "arrived"
 
-    def missed(missing: Sequence[int], waited_s: float) -> LinkError:
+    def missed(missing: Sequence[int], waited_s: float, is_lost: bool) -> LinkError:
         where = f"{launched.master_addr}:{launched.master_port}"
         return LinkError(
             f"Rank {launched.rank} of {launched.world_size} did not meet the others at {where} within {timeout_s:g} s "
-            f"(ldt.timeout_s): {_who(missing, launched, sites)} This rank{_site(sites, launched.rank)} waited "
-            f"{waited_s:.1f} s, {local_end(launched.master_addr, launched.master_port)}. Look at: is the other site "
+            f"(ldt.timeout_s): {_who(missing, launched, sites, is_lost)} This rank{_site(sites, launched.rank)} waited "
+            f"{waited_s:.1f} s ({local_end(launched.master_addr, launched.master_port)}). Look at: is the other site "
             "started, with the same hostfile, address and port; can it reach this address and port (firewall); what "
             f"do the logs of those ranks say; does GLOO_SOCKET_IFNAME name the interface that leads there. "
             f"{DATA_HINT}."
@@ -281,20 +283,19 @@ def gather_at_start(launched: LaunchEnvironment, world: Any, *, timeout_s: float
     gather(store, rank=launched.rank, world_size=launched.world_size, timeout_s=timeout_s, missed=missed, key=key)
 
 
-def _who(missing: Sequence[int], launched: LaunchEnvironment, sites: Sequence[str]) -> str:
+def _who(missing: Sequence[int], launched: LaunchEnvironment, sites: Sequence[str], is_lost: bool) -> str:
+    lost = " The store that rank 0 holds there does not answer any more, so rank 0 has ended or is stopped."
     if not missing:
-        return "the store that rank 0 holds there does not answer any more, so rank 0 has ended or is stopped."
+        return lost.strip()
     others = [rank for rank in range(launched.world_size) if rank != launched.rank]
     mine = sites[launched.rank] if sites else None
     other_site = [rank for rank in others if sites and sites[rank] != mine]
     nobody = "nobody answered; " if missing in (others, other_site) else ""
     came = launched.world_size - len(missing)
-    return f"{nobody}{came} of {launched.world_size} ranks came, {listed(missing, sites)} did not."
+    return f"{nobody}{came} of {launched.world_size} ranks came, {listed(missing, sites)} did not.{lost if is_lost else ''}"
 
 
-def gather_in_call(
-    world: Any, *, call: str, number: int, timeout_s: float, sites: Sequence[str]
-) -> None:
+def gather_in_call(world: Any, *, call: str, number: int, timeout_s: float, sites: Sequence[str]) -> None:
     """Wait until every rank has come to a call that begins with messages between all of them.
 
     Args:
@@ -312,8 +313,10 @@ def gather_in_call(
         return
     rank, world_size = world.get_rank(), world.get_world_size()
 
-    def missed(missing: Sequence[int], waited_s: float) -> LinkError:
-        who = f"{listed(missing, sites)} to come to {call}" if missing else "rank 0, whose store does not answer"
+    def missed(missing: Sequence[int], waited_s: float, is_lost: bool) -> LinkError:
+        who = f"{listed(missing, sites)} to come to {call}" if missing else f"the others to come to {call}"
+        if is_lost:
+            who += "; rank 0, whose process holds the store, has ended or is stopped"
         return LinkError(
             f"rank {rank}{_site(sites, rank)} waited {waited_s:.1f} s for {who} (ldt.timeout_s = {timeout_s:g}). "
             f"Every rank of both sites has to call it; look at the log of who did not. {DATA_HINT}."

@@ -32,7 +32,7 @@ from ds_ldt.errors import Absent, ConfigError, ConfigProblem, LinkError
 from ds_ldt.launch import choose_backend, choose_interface
 from ds_ldt.link_probe import Line, answer_probe, probe
 from ds_ldt.plan import Plan
-from ds_ldt.reach import NotAStoreError, claim, greet, local_end, reason, wait_for_store, within
+from ds_ldt.reach import claim, greet, local_end, reason, wait_for_store, within
 from ds_ldt.rendezvous import port_forbidden, port_in_use
 from ds_ldt.site_report import MeasuredLink, Site, SiteFacts, SiteReport, read_facts
 
@@ -90,6 +90,7 @@ class _Gathering:
 
     def leave(self, site: Site) -> None:
         """Say that this process needs the store no longer; who holds it waits for the other to say so."""
+
         def say() -> None:
             self.store.set(f"{_PREFIX}/done/{self.number}", "")
             if site == "edge":
@@ -159,7 +160,7 @@ def check_sites(mine: SiteFacts, where: Meeting) -> SiteReport:
     try:
         gathering = within(where.timeout_s + _GRACE_S, lambda: _meet(mine, where))
     except TimeoutError as error:
-        raise _strange(where) from error
+        raise _silenced(where) from error
     try:
         theirs = read_facts(gathering.text)
         if theirs.site == mine.site:
@@ -302,43 +303,41 @@ def _text(content: bytes) -> str:
 def _nobody_came(where: Meeting) -> LinkError:
     other = "cloud" if where.site == "edge" else "edge"
     return LinkError(
-        f"Nobody answered. The {other} did not come to {where.place} within {where.timeout_s:g} s (--timeout_s), while "
-        f"this site, the {where.site}, waited there {_from(where)}. Look at: is `ds-ldt check CONFIG --site {other}` "
-        "running there, with the same --master_addr and --master_port; is that the edge's address as seen from the "
-        "cloud; does a firewall let the cloud reach that TCP port of the edge; does --interface (GLOO_SOCKET_IFNAME) "
-        "name the interface that leads to the other site."
+        f"Nobody answered. The {other} did not come to {where.place} within {where.timeout_s:g} s (--timeout_s), "
+        f"where this site, the {where.site}, waited for it ({_end(where)}). Look at: is `ds-ldt check CONFIG --site "
+        f"{other}` running there, with the same --master_addr and --master_port; is that the edge's address as seen "
+        "from the cloud; does a firewall let the cloud reach that TCP port of the edge; does --interface "
+        "(GLOO_SOCKET_IFNAME) name the interface that leads to the other site."
     )
 
 
 def _nobody_answers(where: Meeting, error: OSError) -> LinkError:
-    if isinstance(error, NotAStoreError):
-        return _strange(where)
     what = "listens" if isinstance(error, ConnectionRefusedError) else "answers"
     return LinkError(
-        f"Nobody answered. Nobody {what} at {where.place} within {where.timeout_s:g} s (--timeout_s), where this site, "
-        f"the cloud, tried {_from(where)}: {reason(error)}. Look at: is `ds-ldt check CONFIG --site edge` running on "
-        "the edge, with the same --master_addr and --master_port (it waits for the cloud, and is not found if both "
-        "sites say --site cloud); is that the edge's address as seen from here; does a firewall let this TCP port "
-        "through; does --interface (GLOO_SOCKET_IFNAME) name the interface that leads there."
+        f"Nobody answered. Nobody {what} at {where.place} within {where.timeout_s:g} s (--timeout_s) to this site, "
+        f"the cloud ({_end(where)}): {reason(error)}. Look at: is `ds-ldt check CONFIG --site edge` running on the "
+        "edge, with the same --master_addr and --master_port (it waits for the cloud, and is not found if both sites "
+        "say --site cloud); is that the edge's address as seen from here; does a firewall let this TCP port through; "
+        "does --interface (GLOO_SOCKET_IFNAME) name the interface that leads there."
     )
 
 
 def _elsewhere(where: Meeting, error: OSError) -> LinkError:
     return LinkError(
-        f"The edge did not reach its own address {where.place} {_from(where)}: {reason(error)}. Fix: --master_addr "
+        f"The edge did not reach its own address {where.place} ({_end(where)}): {reason(error)}. Fix: --master_addr "
         "must be an address of the edge's machine under which both sites reach it; name the same one on both."
     )
 
 
-def _strange(where: Meeting) -> LinkError:
+def _silenced(where: Meeting) -> LinkError:
     return LinkError(
-        f"Something listens at {where.place} but does not answer as `ds-ldt check` does, within {where.timeout_s:g} s "
-        "(--timeout_s): it is another program, or its process is stopped. Fix: choose a port that no other program "
-        "uses, the same on both sites."
+        f"Nobody answered. What listens at {where.place} has stopped to answer this site, the {where.site} "
+        f"({_end(where)}), within {where.timeout_s:g} s (--timeout_s). Look at: is the other site's process stopped; "
+        "is the connection lost."
     )
 
 
-def _from(where: Meeting) -> str:
+def _end(where: Meeting) -> str:
     return local_end(where.master_addr, where.master_port)
 
 
