@@ -31,12 +31,17 @@ from ds_ldt.json_file import read_json
 from ds_ldt.layout import Layout, VirtualStage
 from ds_ldt.memory_report import memory_report
 from ds_ldt.plan import PipelineShape, Timeline, build_plan
+from ds_ldt.plan.bound import TO_CLOUD, TO_EDGE
 from ds_ldt.plan.compare import differences
 from ds_ldt.plan.hints import Known, known_from_config, known_from_file, limits_from, memory_warning
 from ds_ldt.plan.memory import Footprint
 from ds_ldt.plan.policies.depth import Limits
-from ds_ldt.plan.report import TO_CLOUD, TO_EDGE, Report, report_on
+from ds_ldt.plan.render import render_bound, render_seconds
+from ds_ldt.plan.report import Report, phases_of, report_on
+from ds_ldt.plan.simulate import for_all_replicas
+from ds_ldt.plan.size import num_computes
 from ds_ldt.plan.trace import read_trace
+from ds_ldt.progress import Progress
 from ds_ldt.reach import HELPER
 from ds_ldt.trained import describe_layers, gradient_boundaries, trained_layers
 
@@ -200,7 +205,9 @@ def _layout(ldt: LDTConfig) -> Layout:
 
 
 def _report(job: _Job) -> Report:
-    return report_on(job.shape, job.known.costs, policy=job.config.ldt.schedule.policy, limits=job.limits)
+    policy = job.config.ldt.schedule.policy
+    with Progress(phases_of(policy)) as progress:
+        return report_on(job.shape, job.known.costs, policy=policy, limits=job.limits, progress=progress)
 
 
 def _plan(options: argparse.Namespace) -> str:
@@ -235,22 +242,25 @@ def _lines(job: _Job, report: Report) -> Iterator[str]:
     yield from _cost_lines(job)
     yield ""
     yield f"policy       {report.plan.policy}: {report.why}"
-    yield f"step         {_seconds(report.timeline.makespan)} (simulated), lower bound {_seconds(report.lower_bound)}"
+    step, bound = render_seconds(report.timeline.makespan), render_seconds(report.lower_bound)
+    yield f"step         {step} (simulated), lower bound {bound}"
     if report.lower_bound_whole is not None:
         shorter = 1 - report.timeline.makespan / report.lower_bound_whole if report.lower_bound_whole else 0.0
-        yield f"split        {shorter:.1%} below the bound of whole backwards, {_seconds(report.lower_bound_whole)}"
+        whole = render_seconds(report.lower_bound_whole)
+        yield f"split        {shorter:.1%} below the bound of whole backwards, {whole}"
     yield f"efficiency   {report.efficiency:.3f} of the bound"
     for rating in report.ratings:
         mark = "*" if rating.policy == report.plan.policy else " "
         yield (
-            f"  {mark} {rating.policy:<12} {_seconds(rating.makespan):>10}  efficiency {rating.efficiency:.3f}  "
+            f"  {mark} {rating.policy:<12} {render_seconds(rating.makespan):>10}  efficiency {rating.efficiency:.3f}  "
             f"at most {rating.peak_in_flight} in flight"
         )
+    yield from render_bound(report.bound)
     yield ""
     yield "rank                                     in flight   idle"
     shape = report.plan.shape
     for rank in range(min(shape.num_ranks, _RANKS_SHOWN)):
-        peak, idle = report.plan.peak_in_flight(rank), report.timeline.bubble(rank)
+        peak, idle = report.plan.peak_in_flight(rank), report.bubble(rank)
         yield f"  {shape.describe_rank(rank):<40} {peak:>7} {idle:>6.1%}"
     if shape.num_ranks > _RANKS_SHOWN:
         yield f"  and {shape.num_ranks - _RANKS_SHOWN} more (--json lists all)"
@@ -280,7 +290,7 @@ def _layer_lines(job: _Job) -> Iterator[str]:
         seconds = job.known.costs.forward[virtual.chunk, virtual.stage]
         yield (
             f"  virtual stage {virtual.index}  {place} stage {virtual.stage}, chunk {virtual.chunk}  "
-            f"{held:<{width}} forward {_seconds(seconds)}"
+            f"{held:<{width}} forward {render_seconds(seconds)}"
         )
     if config.ldt.lora is not None:
         adapted = trained_layers(config.ldt, layout)
@@ -306,7 +316,7 @@ def _cost_lines(job: _Job) -> Iterator[str]:
             "in flight until then"
         )
     rate = "unlimited" if costs.bandwidth is None else f"{costs.bandwidth * 8 / 1e6:g} Mbit/s each way"
-    yield f"hop          {_seconds(costs.latency)} one way, {rate}, messages of {_message_sizes(job)}"
+    yield f"hop          {render_seconds(costs.latency)} one way, {rate}, messages of {_message_sizes(job)}"
     if job.limits is not None:
         yield f"limit        at most {', '.join(map(str, job.limits))} micro-batches of a domain in flight, by stage"
 
@@ -324,28 +334,28 @@ def _message_sizes(job: _Job) -> str:
 
 
 def _draw(options: argparse.Namespace) -> str:
-    from ds_ldt.draw import draw_timeline
+    from ds_ldt.draw import check_drawable, draw_timeline
 
     measured = None if options.trace is None else read_trace(options.trace, step=options.step)
     if options.config is None:
         assert measured is not None
-        title = f"measured: {_seconds(measured.makespan)}"
+        title = f"measured: {render_seconds(measured.makespan)}"
         draw_timeline(measured, options.output, title=title)
         return f"wrote {options.output}: {title}\n"
     job = _load(options)
+    check_drawable(num_computes(job.shape) * job.shape.num_replicas, job.shape.num_ranks, options.output)
     report = _report(job)
     title = (
         f"{report.plan.policy}, P={job.config.num_stages} V={job.layout.num_chunks} M={job.config.num_micro_batches} "
-        f"D={job.config.num_domains} E={job.config.num_replicas}, hop {_seconds(job.known.costs.latency)}: "
-        f"{_seconds(report.timeline.makespan)} planned, {report.efficiency:.3f} of the bound"
+        f"D={job.config.num_domains} E={job.config.num_replicas}, hop {render_seconds(job.known.costs.latency)}: "
+        f"{render_seconds(report.timeline.makespan)} planned, {report.efficiency:.3f} of the bound"
     )
     lines = []
+    planned = for_all_replicas(report.timeline, job.shape)
     if measured is not None:
-        title += f"; {_seconds(measured.makespan)} measured (lower half of each row)"
-        lines = _difference_lines(report.timeline, measured)
-    draw_timeline(
-        report.timeline, options.output, title=title, shape=job.shape, measured=measured, arrows=options.arrows
-    )
+        title += f"; {render_seconds(measured.makespan)} measured (lower half of each row)"
+        lines = _difference_lines(planned, measured)
+    draw_timeline(planned, options.output, title=title, shape=job.shape, measured=measured, arrows=options.arrows)
     return "\n".join([f"wrote {Path(options.output)}: {title}", *lines]) + "\n"
 
 
@@ -358,9 +368,10 @@ def _difference_lines(planned: Timeline, measured: Timeline) -> list[str]:
 
 def _check(options: argparse.Namespace) -> str:
     job = _load(options)
-    plan = build_plan(
-        job.shape, policy=job.config.ldt.schedule.policy, costs=job.known.costs, max_in_flight=job.limits
-    )
+    policy = job.config.ldt.schedule.policy
+    with Progress(1) as progress:
+        progress("making the plan")
+        plan = build_plan(job.shape, policy=policy, costs=job.known.costs, max_in_flight=job.limits)
     if options.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = options.interface
     # What torch says of a site that is not there yet is many lines of C++ frames.
@@ -385,10 +396,6 @@ def _check(options: argparse.Namespace) -> str:
         sys.stdout.write(text)
         sys.stdout.flush()
     raise ConfigError.from_problems([report.difference], where="what the two sites have")
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 _COMMANDS = {"plan": _plan, "draw": _draw, "check": _check}

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".svg", ".png", ".pdf")
 
+MOST_BOXES, MOST_ROWS = 50_000, 800
+"""Of a picture. More take minutes to draw and to look at, and a PNG of more rows cannot be made."""
+
 _INCHES_WIDE = 22.0
 _INCHES_PER_ROW = 0.62
 _POINTS_PER_INCH = 72.0
@@ -57,9 +60,11 @@ def draw_timeline(
         arrows: Draw each message over the link as a line from the compute that sends to the one that needs it.
 
     Raises:
-        ConfigError: The suffix is of no known format, or matplotlib is not installed.
+        ConfigError: The suffix is of no known format, there is too much to draw, or matplotlib is not installed.
         OSError: The file cannot be written.
     """
+    for each in (timeline, *(() if measured is None else (measured,))):
+        check_drawable(len(each.spans), each.num_ranks, path)
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise ConfigError.of(
@@ -78,6 +83,27 @@ def draw_timeline(
             _draw_arrows(axes, each, shape, middle=(top + bottom) / 2)
     _label(axes, halves, shape, title)
     figure.savefig(path, format=suffix[1:], dpi=130, bbox_inches="tight", metadata=_without_date(suffix))
+
+
+def check_drawable(num_boxes: int, num_ranks: int, path: str | PathLike[str]) -> None:
+    """Refuse a picture that nobody could look at.
+
+    Args:
+        num_boxes: Computes in it.
+        num_ranks: Rows in it.
+        path: Where it was to go.
+
+    Raises:
+        ConfigError: There is too much to draw.
+    """
+    if num_boxes > MOST_BOXES or num_ranks > MOST_ROWS:
+        raise ConfigError.of(
+            f"picture {path}",
+            found=Absent(f"{num_boxes} computes on {num_ranks} ranks"),
+            expected=f"at most {MOST_BOXES} computes on {MOST_ROWS} ranks",
+            fix="draw a smaller step: --set gradient_accumulation_steps=16, fewer domains and edge replicas, or, of "
+            "traces, those of some ranks",
+        )
 
 
 def colour_of(compute: Compute, *, chunk: int) -> tuple[float, float, float]:

@@ -151,27 +151,11 @@ class Intake:
 
     def _opening_order(self, plan: Plan) -> dict[Channel, tuple[int, ...]]:
         """The channels out of the head that begin or end on this rank and the order of their first messages."""
-        return self._opening_of.get(
-            plan.fingerprint,
-            lambda: {
-                channel: plan.receive_order(channel)[: plan.peak_in_flight(channel.destination)]
-                for channel in plan.channels()
-                if channel.boundary == 0
-                and channel.flow is Flow.ACTIVATION
-                and self._grid.global_rank in (channel.source, channel.destination)
-            },
-        )
+        return self._opening_of.get(plan.fingerprint, lambda: plan.first_messages(self._grid.global_rank))
 
     def _inbound(self, plan: Plan) -> dict[Channel, tuple[int, ...]]:
         """The channels that end on this rank and the order of their messages; read off a plan once, not every step."""
-        return self._inbound_of.get(
-            plan.fingerprint,
-            lambda: {
-                channel: plan.receive_order(channel)
-                for channel in plan.channels()
-                if channel.destination == self._grid.global_rank
-            },
-        )
+        return self._inbound_of.get(plan.fingerprint, lambda: plan.received_by(self._grid.global_rank))
 
     def _step_id(self, plan: Plan, domain: int) -> StepId:
         return StepId(

@@ -25,6 +25,7 @@ from ds_ldt.identity import ModelFingerprint, RunIdentity
 from ds_ldt.launch import init_distributed, prepare_environment
 from ds_ldt.layout import Layout
 from ds_ldt.lora import plan_adapters
+from ds_ldt.plan.size import check_job
 from ds_ldt.recipe import recipe_problems
 from ds_ldt.segments import Payload, inside_of, intervals_by_chunk, run_segments, seeded, with_local
 from ds_ldt.shapes import Shapes
@@ -183,6 +184,7 @@ class LDTPipelineModule(PipelineModule):
         problems = list(recipe_problems(self.job))
         if problems:
             raise ConfigError.from_problems(problems)
+        check_job(self.job, self.layout)
         self._check_ties()
         self._check_local_layers()
         self._check_loss_reduction()

@@ -273,8 +273,8 @@ def gather_at_start(launched: LaunchEnvironment, world: Any, *, timeout_s: float
         where = f"{launched.master_addr}:{launched.master_port}"
         return LinkError(
             f"Rank {launched.rank} of {launched.world_size} did not meet the others at {where} within {timeout_s:g} s "
-            f"(ldt.timeout_s): {_who(missing, launched, sites, is_lost)} This rank{_site(sites, launched.rank)} waited "
-            f"{waited_s:.1f} s ({local_end(launched.master_addr, launched.master_port)}). Look at: is the other site "
+            f"(ldt.timeout_s): {_who(missing, launched, sites, is_lost)} This rank{_site(sites, launched.rank)} "
+            f"waited {waited_s:.1f} s ({local_end(launched.master_addr, launched.master_port)}). Look at: is the other site "
             "started, with the same hostfile, address and port; can it reach this address and port (firewall); what "
             f"do the logs of those ranks say; does GLOO_SOCKET_IFNAME name the interface that leads there. "
             f"{DATA_HINT}."
@@ -292,7 +292,8 @@ def _who(missing: Sequence[int], launched: LaunchEnvironment, sites: Sequence[st
     other_site = [rank for rank in others if sites and sites[rank] != mine]
     nobody = "nobody answered; " if missing in (others, other_site) else ""
     came = launched.world_size - len(missing)
-    return f"{nobody}{came} of {launched.world_size} ranks came, {listed(missing, sites)} did not.{lost if is_lost else ''}"
+    told = f"{nobody}{came} of {launched.world_size} ranks came, {listed(missing, sites)} did not."
+    return told + lost if is_lost else told
 
 
 def gather_in_call(world: Any, *, call: str, number: int, timeout_s: float, sites: Sequence[str]) -> None:

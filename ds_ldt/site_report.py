@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_ldt.errors import ConfigProblem, LinkError
-from ds_ldt.plan.report import TO_CLOUD, TO_EDGE
+from ds_ldt.plan.bound import TO_CLOUD, TO_EDGE
 
 Site = Literal["edge", "cloud"]
 

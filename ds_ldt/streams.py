@@ -72,7 +72,7 @@ class StreamGroups:
         Raises:
             LinkError: The groups could not be created.
         """
-        ordered = sorted(set(channels))
+        ordered = sorted(dict.fromkeys(channels))
         if group_per_channel is None:
             group_per_channel = backend not in _TAGGED_BACKENDS
         groups: dict[str, dist.ProcessGroup] = {}

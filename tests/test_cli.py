@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,67 @@ def test_json_holds_the_plan(run: Answers, config: str, costs: str) -> None:
     assert found["peak_in_flight"] == {str(rank): parsed.peak_in_flight(rank) for rank in range(shape.num_ranks)}
     # Four hops per micro-batch and domain, two each way; 1 MB each.
     assert found["link_bytes"] == {"edge_to_cloud": 2 * 8 * 2 * 10**6, "cloud_to_edge": 2 * 8 * 2 * 10**6}
+
+
+def test_json_says_of_every_rank_of_every_replica_what_it_does(run: Answers, config: str) -> None:
+    sizes: dict[str, Any] = {"edge": {"data_parallel_size": 2}, "cloud": {"data_parallel_size": 4}}
+    sizes |= {"pipeline_num_layers": [[1, 9, 9], [1, 0, 0]]}
+    found = plan(run, config, *(f"--set=ldt.{name}={json.dumps(value)}" for name, value in sizes.items()))
+    shape = full_shape(3, 2, m=8, d=4, e=2)
+    assert list(found["orders"]) == list(found["bubble"]) == [str(rank) for rank in range(shape.num_ranks)]
+    orders = {int(rank): tuple(map(Compute.parse, row)) for rank, row in found["orders"].items()}
+    parsed = lower(orders, shape, policy=found["policy"])
+    validate(parsed)
+    assert parsed.fingerprint == found["fingerprint"]
+    assert found["peak_in_flight"] == {str(rank): parsed.peak_in_flight(rank) for rank in range(shape.num_ranks)}
+    assert found["bubble"]["0"] == found["bubble"]["1"] != found["bubble"]["2"]
+
+
+def test_what_bounds_a_step_is_told_with_its_figures(run: Answers, config: str) -> None:
+    thin = (config, "--set", "link.bandwidth_mbps=100")
+    found = plan(run, *thin)
+    assert found["bounded_by"] == "rate"
+    # 2 messages of 1 MB each way for each of 8 micro-batches and 2 domains, 80 ms each.
+    assert 2 * 8 * 2 * 0.08 < found["bounds"]["rate"] == found["lower_bound"] <= found["makespan"]
+    assert found["bounds"]["latency"] == pytest.approx(4 * 0.02)
+    assert 0 < found["bounds"]["edge_compute"] < found["bounds"]["rate"]
+    text = run("plan", *thin)
+    assert "bounded by   rate of the link of an edge replica" in text
+    assert "  * rate of the link of an edge replica " in text and "    compute of an edge replica " in text
+    for settings, cause in (
+        (["link.bandwidth_mbps=0", "link.latency_ms=0"], "cloud_compute"),
+        (["link.bandwidth_mbps=0", "link.latency_ms=900"], "latency"),
+        (["pipeline_num_layers=[[9,1,1],[9,0,0]]", "link.bandwidth_mbps=0"], "edge_compute"),
+    ):
+        assert plan(run, config, *(f"--set={setting}" for setting in settings))["bounded_by"] == cause
+
+
+@pytest.mark.parametrize("settings", [["gradient_accumulation_steps=4096"], ["gradient_accumulation_steps=100000"]])
+def test_S91_a_very_long_step_is_answered_within_seconds(
+    config: str, capsys: pytest.CaptureFixture[str], settings: list[str]
+) -> None:
+    began = time.process_time()
+    status = cli.main(["plan", config, *(f"--set={setting}" for setting in settings)])
+    assert time.process_time() - began < 12  # 3 on an idle core, and nothing for the second
+    text = capsys.readouterr()
+    if status:
+        assert settings == ["gradient_accumulation_steps=100000"]
+        assert "gradient_accumulation_steps: found 100000, expected at most 12500 here" in text.err
+    else:
+        assert "4096 micro-batches" in text.out and "efficiency" in text.out
+
+
+def test_S91_very_many_domains_are_planned_as_one_slice(run: Answers, config: str) -> None:
+    """P = 16, D = 512, E = 64, M = 128: 7744 ranks."""
+    wide = ("cloud.data_parallel_size=512", "edge.data_parallel_size=64", "gradient_accumulation_steps=128")
+    matrix = f"pipeline_num_layers={[[1] + [4] * 15, [1] + [0] * 15]}"
+    began = time.process_time()
+    text = run("plan", config, *(f"--set={setting}" for setting in (*wide, matrix)))
+    assert time.process_time() - began < 12  # 4 on an idle core
+    assert "7744 ranks" in text and "and 7728 more" in text
+    assert "expected at most 50000 computes on 800 ranks" in run(
+        "draw", config, "-o", "wide.svg", *(f"--set={setting}" for setting in (*wide, matrix)), status=1
+    )
 
 
 def test_the_text_says_what_is_asked_of_a_plan(run: Answers, config: str) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan.costs import Costs
-from ds_ldt.plan.lower import lower
+from ds_ldt.plan.lower import lower_slice
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.policies import AUTO, EVALUATION, TRAINING
 from ds_ldt.plan.policies.auto import Candidate, best_of, tried
 from ds_ldt.plan.policies.depth import Limits
 from ds_ldt.plan.shape import PipelineShape, is_count
+from ds_ldt.plan.size import check_size
 from ds_ldt.plan.validate import validate
 
 _CACHED_PLANS = 64
@@ -43,7 +46,7 @@ def build_plan(
             stage; None means no limit.
 
     Raises:
-        ConfigError: The policy is unknown or a limit is below 1.
+        ConfigError: The policy is unknown, a limit is below 1, or the step is too large to be planned.
         ScheduleError: The policy made a plan that cannot be run: a fault of ds_ldt, not of the caller.
     """
     if policy not in available_policies():
@@ -53,6 +56,7 @@ def build_plan(
             expected="one of " + ", ".join(available_policies()),
             fix=f'set it to "{AUTO}", or remove it',
         )
+    check_size(shape, training=training)
     name = policy if training else next(iter(EVALUATION))
     return _build(shape, name, training, costs, limits_of(shape, max_in_flight))
 
@@ -80,9 +84,8 @@ def limits_of(shape: PipelineShape, max_in_flight: int | Sequence[int] | None) -
     return limits
 
 
-@lru_cache(maxsize=_CACHED_CANDIDATES)
 def candidate_of(shape: PipelineShape, policy: str, costs: Costs | None, limits: Limits | None) -> Candidate:
-    """Return what a training policy comes to, before it is lowered and proven.
+    """Return what a training policy comes to, before it is lowered and proven: the orders of one slice.
 
     Args:
         shape: The shape.
@@ -90,10 +93,29 @@ def candidate_of(shape: PipelineShape, policy: str, costs: Costs | None, limits:
         costs: See `build_plan`.
         limits: What `limits_of` returns.
     """
-    return tried(policy, TRAINING[policy], shape, costs=costs, limits=limits)
+    return _candidate(shape.one_slice, policy, costs, limits)
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Collect no garbage meanwhile: the many small values of a plan form no cycles, and looking for them is slow."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@lru_cache(maxsize=_CACHED_CANDIDATES)
+@_without_collecting()
+def _candidate(part: PipelineShape, policy: str, costs: Costs | None, limits: Limits | None) -> Candidate:
+    return tried(policy, TRAINING[policy], part, costs=costs, limits=limits)
 
 
 @lru_cache(maxsize=_CACHED_PLANS)
+@_without_collecting()
 def _build(shape: PipelineShape, name: str, training: bool, costs: Costs | None, limits: Limits | None) -> Plan:
     if name == AUTO:
         best = best_of([candidate_of(shape, each, costs, limits) for each in TRAINING])
@@ -101,7 +123,7 @@ def _build(shape: PipelineShape, name: str, training: bool, costs: Costs | None,
     elif training:
         orders = candidate_of(shape, name, costs, limits).orders
     else:
-        orders = EVALUATION[name](shape, costs=costs, limits=limits)
-    plan = lower(orders, shape, policy=name, training=training)
+        orders = EVALUATION[name](shape.one_slice, costs=costs, limits=limits)
+    plan = lower_slice(orders, shape, policy=name, training=training)
     validate(plan, max_in_flight=limits)
     return plan

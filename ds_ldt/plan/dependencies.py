@@ -14,18 +14,25 @@ from collections.abc import Iterator
 from ds_ldt.plan.instructions import Compute, Op
 from ds_ldt.plan.shape import PipelineShape
 
+NEEDED_BY = {Op.BACKWARD: Op.FORWARD, Op.WEIGHT: Op.BACKWARD}
+"""Op -> the op of the same virtual stage and micro-batch whose kept values it uses."""
+
+
+def passes_of(shape: PipelineShape, *, training: bool) -> Iterator[tuple[Op, int]]:
+    """Yield op and virtual stage of everything that is done to a micro-batch."""
+    everywhere = range(shape.num_virtual_stages)
+    yield from ((Op.FORWARD, virtual_stage) for virtual_stage in everywhere)
+    if training:
+        yield from ((Op.BACKWARD, virtual_stage) for virtual_stage in everywhere)
+        yield from ((Op.WEIGHT, virtual_stage) for virtual_stage in shape.split_stages)
+
 
 def computes_of(shape: PipelineShape, *, training: bool) -> Iterator[Compute]:
     """Yield every compute that a plan of this shape must run, each once."""
-    everywhere = tuple(range(shape.num_virtual_stages))
-    passes = [(Op.FORWARD, everywhere)]
-    if training:
-        passes += [(Op.BACKWARD, everywhere), (Op.WEIGHT, shape.split_stages)]
-    for op, virtual_stages in passes:
-        for virtual_stage in virtual_stages:
-            for micro_batch in range(shape.num_micro_batches):
-                for domain in range(shape.num_domains):
-                    yield Compute(op=op, virtual_stage=virtual_stage, micro_batch=micro_batch, domain=domain)
+    for op, virtual_stage in passes_of(shape, training=training):
+        for micro_batch in range(shape.num_micro_batches):
+            for domain in range(shape.num_domains):
+                yield Compute(op=op, virtual_stage=virtual_stage, micro_batch=micro_batch, domain=domain)
 
 
 def journey(shape: PipelineShape, *, training: bool, domain: int = 0) -> Iterator[Compute]:
@@ -74,10 +81,8 @@ def receiver(compute: Compute, shape: PipelineShape) -> Compute | None:
 
 def local_predecessor(compute: Compute) -> Compute | None:
     """Return the compute on the same rank whose kept values a compute uses; None for a forward."""
-    if compute.op is Op.FORWARD:
-        return None
-    op = Op.FORWARD if compute.op is Op.BACKWARD else Op.BACKWARD
-    return _moved(compute, op=op, virtual_stage=compute.virtual_stage)
+    op = NEEDED_BY.get(compute.op)
+    return None if op is None else _moved(compute, op=op, virtual_stage=compute.virtual_stage)
 
 
 def _moved(compute: Compute, *, op: Op, virtual_stage: int) -> Compute:

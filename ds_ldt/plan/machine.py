@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_ldt.plan.costs import Costs, touches_edge
-from ds_ldt.plan.dependencies import incoming_boundary, outgoing_boundary, receiver
+from ds_ldt.plan.dependencies import incoming_boundary, outgoing_boundary, passes_of, receiver
 from ds_ldt.plan.instructions import Compute, Op, Orders
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
 
@@ -95,11 +95,7 @@ class Machine:
             costs: Seconds of computes and messages; they are rounded to ticks.
             training: Whether backwards run.
         """
-        ops = (Op.FORWARD, Op.BACKWARD) if training else (Op.FORWARD,)
-        stages = range(shape.num_virtual_stages)
-        passes = [(op, stage) for op in ops for stage in stages]
-        if training:
-            passes += [(Op.WEIGHT, stage) for stage in shape.split_stages]
+        passes = tuple(passes_of(shape, training=training))
         numbers = {each: number for number, each in enumerate(passes)}
         kinds = tuple(_kind(shape, costs, op, stage, numbers) for op, stage in passes)
         return cls(shape=shape, training=training, kinds=kinds)

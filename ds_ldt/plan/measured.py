@@ -17,7 +17,7 @@ from ds_ldt.plan.hints import Known
 from ds_ldt.plan.instructions import Op
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
-from ds_ldt.plan.simulate import simulate
+from ds_ldt.plan.simulate import simulate_slice
 
 LATENCY_MARGIN = 1.5
 """Plans are made for a latency that many times as long as the one measured.
@@ -259,9 +259,9 @@ def _rounded(number: float) -> float:
 
 
 def _efficiency(plan: Plan, costs: Costs) -> float:
-    makespan = simulate(plan, costs).makespan
+    makespan = simulate_slice(plan, costs).makespan
     return lower_bound(plan.shape, costs) / makespan if makespan else 1.0
 
 
 def _peak(plan: Plan, shape: PipelineShape) -> int:
-    return max(map(plan.peak_in_flight, range(shape.num_ranks)))
+    return max(map(plan.peak_in_flight, shape.ranks_of_slice(0)))

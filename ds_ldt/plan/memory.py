@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ds_ldt.deepspeed_settings import precision, shards_optimizer
@@ -153,7 +153,9 @@ def estimate(plan: Plan, footprint: Footprint, recipe: Recipe, *, receive_window
         recipe: What a parameter costs.
         receive_window: The fewest receives of a channel that are posted ahead (P + 1).
     """
-    return tuple(_rank_memory(plan, rank, footprint, recipe, receive_window) for rank in range(plan.shape.num_ranks))
+    shape = plan.shape
+    of_one = [_rank_memory(plan, rank, footprint, recipe, receive_window) for rank in shape.ranks_of_slice(0)]
+    return tuple(replace(of_one[shape.rank_in_slice(rank)], rank=rank) for rank in range(shape.num_ranks))
 
 
 def _rank_memory(plan: Plan, rank: int, footprint: Footprint, recipe: Recipe, receive_window: int) -> RankMemory:
@@ -162,12 +164,13 @@ def _rank_memory(plan: Plan, rank: int, footprint: Footprint, recipe: Recipe, re
     weights, replicas = footprint.weights[stage], replicas_of(shape, stage)
     window = min(max(receive_window, plan.peak_in_flight(rank)), shape.num_micro_batches)
     messages = float(footprint.sample_bytes * shape.num_micro_batches * shape.slice_size * (stage == EDGE_STAGE))
-    for channel in plan.channels():
+    named = {instruction.channel for instruction in plan.row_of(rank) if instruction.channel is not None}
+    for channel in named:
         sizes = footprint.activation_bytes if channel.flow is Flow.ACTIVATION else footprint.gradient_bytes
-        if channel.destination == rank:
+        if channel.destination == shape.rank_in_slice(rank):
             messages += window * sizes[channel.boundary]
         if channel.flow is Flow.GRADIENT:  # one that is being taken or given
-            messages += sizes[channel.boundary] * (rank in (channel.source, channel.destination))
+            messages += sizes[channel.boundary]
     state = _FP32 * weights.trained * (recipe.moments + recipe.has_master)
     flat = weights.trained / replicas if recipe.is_sharded else weights.largest
     return RankMemory(
@@ -211,7 +214,7 @@ def _walk(plan: Plan, rank: int, held: Mapping[int, float]) -> Iterator[tuple[Op
     A virtual stage holds a micro-batch from its forward to the end of its backward, of both halves if it is split.
     """
     now = 0.0
-    for instruction in plan.for_rank(rank):
+    for instruction in plan.row_of(rank):
         compute = instruction.compute
         if compute is None:
             continue

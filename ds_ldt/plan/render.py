@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ds_ldt.errors import ScheduleError
+from ds_ldt.plan.bound import Bound, Cause
 from ds_ldt.plan.instructions import Compute, Orders
 from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.timeline import Timeline
@@ -10,6 +13,12 @@ from ds_ldt.plan.timeline import Timeline
 _SEPARATOR = "|"
 _MARKED_CONTEXT = 6
 _MAX_TIME_COLUMNS = 10_000
+_CAUSES = {
+    Cause.EDGE_COMPUTE: "compute of an edge replica",
+    Cause.CLOUD_COMPUTE: "compute of the busiest cloud stage",
+    Cause.RATE: "rate of the link of an edge replica",
+    Cause.LATENCY: "latency on the journey of one micro-batch",
+}
 
 
 def render_orders(orders: Orders, *, mark: tuple[int, int] | None = None) -> str:
@@ -84,30 +93,53 @@ def render_timeline(timeline: Timeline, *, seconds_per_column: float | None = No
     return _table(rows)
 
 
+def render_bound(bound: Bound) -> Iterator[str]:
+    """Yield lines that say what bounds a step, each cause with its figure.
+
+    Args:
+        bound: The bound.
+    """
+    yield f"bounded by   {_CAUSES[bound.cause]}"
+    for cause, seconds in bound.figures().items():
+        mark = "*" if cause is bound.cause else " "
+        yield f"  {mark} {_CAUSES[cause]:<41} {render_seconds(seconds):>10}"
+
+
+def render_seconds(seconds: float) -> str:
+    """Return for example `16.5 s` or `80 ms`.
+
+    Args:
+        seconds: The seconds.
+    """
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
 def schedule_error(plan: Plan, fault: str, *, rank: int | None = None, position: int | None = None) -> ScheduleError:
-    """Return the error for a fault of a plan: what is wrong, then the orders with the place marked.
+    """Return the error for a fault of a plan: what is wrong, then the orders of a slice with the place marked.
 
     Args:
         plan: The plan at fault.
         fault: What is wrong, in one sentence or several lines.
-        rank: Rank at whose instructions the fault is; None if it has no place.
+        rank: Rank of `plan.rows` at whose instructions the fault is; None if it has no place.
         position: Index of the instruction of that rank at which the fault is.
     """
     kind = "training" if plan.training else "evaluation"
-    shape = plan.shape
+    shape = plan.shape.one_slice
     head = f"{kind} plan of policy {plan.policy!r} cannot be run: {fault}"
     about = (
-        f"stages={shape.stages} M={shape.num_micro_batches} D={shape.num_domains} E={shape.num_replicas} "
+        f"stages={shape.stages} M={shape.num_micro_batches} D={plan.shape.num_domains} E={plan.shape.num_replicas} "
         f"(cells are OP VIRTUAL_STAGE.MICRO_BATCH.DOMAIN)"
     )
+    if plan.shape.num_replicas > 1:
+        about += "\nRanks and domains are those of a job with one edge replica; all replicas do the same."
     mark = None
     if rank is not None and position is not None:
-        row = plan.instructions[rank]
+        row = plan.rows[rank]
         place = sum(instruction.kind.is_compute for instruction in row[:position])
         mark = (rank, place)
         shown = row[position] if position < len(row) else "the end"
         head += f"\nAt {shape.describe_rank(rank)}, instruction {position}: {shown}"
-    return ScheduleError(f"{head}\n{about}\n{render_orders(plan.orders(), mark=mark)}")
+    return ScheduleError(f"{head}\n{about}\n{render_orders(plan.slice_orders(), mark=mark)}")
 
 
 def _table(rows: dict[str, list[str]]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_ldt.plan.bound import lower_bound
+from ds_ldt.plan.bound import TO_CLOUD, TO_EDGE, Bound, bound_of, lower_bound
 from ds_ldt.plan.build import build_plan, candidate_of
 from ds_ldt.plan.costs import Costs, touches_edge
 from ds_ldt.plan.machine import TICKS_PER_SECOND
@@ -14,10 +15,10 @@ from ds_ldt.plan.policies import AUTO, TRAINING
 from ds_ldt.plan.policies.auto import Candidate
 from ds_ldt.plan.policies.depth import Limits, hop_seconds, slowest_forward
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
-from ds_ldt.plan.simulate import simulate
+from ds_ldt.plan.simulate import simulate_slice
+from ds_ldt.plan.size import check_size
 from ds_ldt.plan.timeline import Timeline
 
-TO_CLOUD, TO_EDGE = "edge_to_cloud", "cloud_to_edge"
 _PUBLISHED = "ldt_1f1b"
 
 
@@ -44,9 +45,9 @@ class Report:
 
     Attributes:
         plan: The plan.
-        timeline: Its simulated run.
+        timeline: Its simulated run, of one slice, with ranks and domains as in `shape.one_slice`.
         costs: What it was simulated with.
-        lower_bound: Seconds that no plan can undercut.
+        bound: The lower bound of a step, and what bounds it.
         lower_bound_whole: The same if no backward were split; None if none is.
         ratings: The chosen policy and those it was compared with.
         why: Why that policy, in one sentence.
@@ -57,7 +58,7 @@ class Report:
     plan: Plan
     timeline: Timeline
     costs: Costs
-    lower_bound: float
+    bound: Bound
     lower_bound_whole: float | None
     ratings: tuple[Rating, ...]
     why: str
@@ -65,22 +66,35 @@ class Report:
     link_messages: dict[str, int]
 
     @property
+    def lower_bound(self) -> float:
+        """Seconds that no plan can undercut."""
+        return self.bound.seconds
+
+    @property
     def efficiency(self) -> float:
         """The lower bound over the makespan, 0 to 1; 1 if a step takes no time."""
         return _ratio(self.lower_bound, self.timeline.makespan)
 
+    def bubble(self, rank: int) -> float:
+        """Return the part of the step in which a rank of the job computes nothing, 0 to 1."""
+        return self.timeline.bubble(self.plan.shape.rank_in_slice(rank))
+
     def document(self) -> dict[str, Any]:
         """Return the report as JSON would have it."""
-        ranks = range(self.plan.shape.num_ranks)
+        shape = self.plan.shape
+        ranks = range(shape.num_ranks)
+        bubbles = [self.timeline.bubble(rank) for rank in range(self.timeline.num_ranks)]
         return {
             "policy": self.plan.policy,
             "why": self.why,
             "makespan": self.timeline.makespan,
             "lower_bound": self.lower_bound,
             "lower_bound_whole": self.lower_bound_whole,
+            "bounded_by": self.bound.cause.value,
+            "bounds": {cause.value: seconds for cause, seconds in self.bound.figures().items()},
             "efficiency": self.efficiency,
             "peak_in_flight": {str(rank): self.plan.peak_in_flight(rank) for rank in ranks},
-            "bubble": {str(rank): self.timeline.bubble(rank) for rank in ranks},
+            "bubble": {str(rank): bubbles[shape.rank_in_slice(rank)] for rank in ranks},
             "link_bytes": self.link_bytes,
             "link_messages": self.link_messages,
             "policies": {
@@ -88,11 +102,31 @@ class Report:
                 for rating in self.ratings
             },
             "fingerprint": self.plan.fingerprint,
-            "orders": {str(rank): [str(compute) for compute in order] for rank, order in self.plan.orders().items()},
+            "orders": self._orders(),
         }
 
+    def _orders(self) -> dict[str, list[str]]:
+        """The orders of all ranks, in the short form of their computes."""
+        shape = self.plan.shape
+        rows = [
+            [(f"{one.op.value}{one.virtual_stage}.{one.micro_batch}", one.domain) for one in order]
+            for order in self.plan.slice_orders().values()
+        ]
+        found = {}
+        for rank in range(shape.num_ranks):
+            by = shape.replica_of(rank) * shape.slice_size
+            found[str(rank)] = [f"{text}.{domain + by}" for text, domain in rows[shape.rank_in_slice(rank)]]
+        return found
 
-def report_on(shape: PipelineShape, costs: Costs, *, policy: str = AUTO, limits: Limits | None = None) -> Report:
+
+def report_on(
+    shape: PipelineShape,
+    costs: Costs,
+    *,
+    policy: str = AUTO,
+    limits: Limits | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
     """Plan a training step and return what there is to say about it.
 
     Args:
@@ -100,13 +134,25 @@ def report_on(shape: PipelineShape, costs: Costs, *, policy: str = AUTO, limits:
         costs: Seconds of computes and messages.
         policy: The policy asked for.
         limits: The most micro-batches of one domain in flight, by stage.
+        progress: Called with what is done next, each of `phases_of(policy)` in turn.
+
+    Raises:
+        ConfigError: See `build_plan`.
     """
+    begin = progress or _silent
+    check_size(shape)
+    if policy == AUTO:
+        for name in TRAINING:
+            begin(f"trying {name}")
+            candidate_of(shape, name, costs, limits)
+    begin("making the plan")
     plan = build_plan(shape, policy=policy, costs=costs, max_in_flight=limits)
-    bound = lower_bound(shape, costs)
+    begin("simulating")
+    bound = bound_of(shape, costs)
     compared = TRAINING if policy == AUTO else dict.fromkeys((_PUBLISHED, plan.policy))
-    timeline = simulate(plan, costs)
+    timeline = simulate_slice(plan, costs)
     ratings = tuple(
-        _rated(candidate_of(shape, name, costs, limits), bound, timeline if name == plan.policy else None)
+        _rated(candidate_of(shape, name, costs, limits), bound.seconds, timeline if name == plan.policy else None)
         for name in compared
     )
     sent_bytes, sent_messages = _over_the_link(shape, costs)
@@ -114,13 +160,26 @@ def report_on(shape: PipelineShape, costs: Costs, *, policy: str = AUTO, limits:
         plan=plan,
         timeline=timeline,
         costs=costs,
-        lower_bound=bound,
+        bound=bound,
         lower_bound_whole=lower_bound(replace(shape, split_backward=None), costs) if shape.split_stages else None,
         ratings=ratings,
         why=_why(plan, costs, ratings, asked=policy),
         link_bytes=sent_bytes,
         link_messages=sent_messages,
     )
+
+
+def phases_of(policy: str) -> int:
+    """Return in how many phases `report_on` works.
+
+    Args:
+        policy: The policy asked for.
+    """
+    return 2 + (len(TRAINING) if policy == AUTO else 0)
+
+
+def _silent(phase: str) -> None:
+    """Say nothing."""
 
 
 def _rated(candidate: Candidate, bound: float, timeline: Timeline | None) -> Rating:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_ldt.errors import ConfigError
@@ -112,6 +112,13 @@ class PipelineShape:
         return self.num_replicas + (self.num_stages - 1) * self.num_domains
 
     @property
+    def one_slice(self) -> PipelineShape:
+        """The shape of one edge replica with its K domains. Replicas share nothing within a step and do the same."""
+        if self.num_replicas == 1:
+            return self
+        return replace(self, num_domains=self.slice_size, num_replicas=1)
+
+    @property
     def is_single_pass(self) -> bool:
         """Whether a micro-batch meets each cloud stage once: edge, stages 1..P-1, edge."""
         return self.stages == (*range(self.num_stages), EDGE_STAGE)
@@ -135,6 +142,27 @@ class PipelineShape:
             return range(rank * self.slice_size, (rank + 1) * self.slice_size)
         domain = (rank - self.num_replicas) % self.num_domains
         return range(domain, domain + 1)
+
+    def replica_of(self, rank: int) -> int:
+        """Return the edge replica in whose slice a rank is."""
+        return self.domains_of(rank)[0] // self.slice_size
+
+    def rank_in_slice(self, rank: int) -> int:
+        """Return the number of a rank among those of its slice, as `one_slice` counts them."""
+        stage = self.stage_of(rank)
+        if stage == EDGE_STAGE:
+            return 0
+        return 1 + (stage - 1) * self.slice_size + self.domains_of(rank)[0] % self.slice_size
+
+    def ranks_of_slice(self, replica: int) -> tuple[int, ...]:
+        """Return the ranks of the slice of an edge replica, in the sequence of their numbers in `one_slice`."""
+        domains = range(replica * self.slice_size, (replica + 1) * self.slice_size)
+        cloud = (
+            self.num_replicas + (stage - 1) * self.num_domains + domain
+            for stage in range(1, self.num_stages)
+            for domain in domains
+        )
+        return (replica, *cloud)
 
     def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
         """Return the virtual stages of a physical stage, in visiting order."""

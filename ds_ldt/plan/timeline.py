@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ds_ldt.plan.instructions import Compute, Order
 from ds_ldt.plan.plan import peak_in_flight
@@ -37,24 +37,29 @@ class Timeline:
     Attributes:
         num_ranks: Number of ranks; each has a row, even if it ran nothing.
         spans: The spans; those of one rank in the order in which it ran them.
+        start: Seconds at which the first span begins; 0 without spans.
+        makespan: Seconds from the beginning of the first span to the end of the last; 0 without spans.
     """
 
     num_ranks: int
     spans: tuple[Span, ...]
+    start: float = field(init=False, compare=False, repr=False)
+    makespan: float = field(init=False, compare=False, repr=False)
+    _rows: tuple[tuple[Span, ...], ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def start(self) -> float:
-        """Seconds at which the first span begins; 0 without spans."""
-        return min((span.start for span in self.spans), default=0.0)
-
-    @property
-    def makespan(self) -> float:
-        """Seconds from the beginning of the first span to the end of the last; 0 without spans."""
-        return max((span.end for span in self.spans), default=0.0) - self.start
+    def __post_init__(self) -> None:
+        """Sort the spans by rank, once."""
+        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        for span in self.spans:
+            rows[span.rank].append(span)
+        start = min((span.start for span in self.spans), default=0.0)
+        object.__setattr__(self, "_rows", tuple(map(tuple, rows)))
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "makespan", max((span.end for span in self.spans), default=0.0) - start)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         """Return the spans of a rank."""
-        return tuple(span for span in self.spans if span.rank == rank)
+        return self._rows[rank]
 
     def order_of(self, rank: int) -> Order:
         """Return the computes of a rank in the order in which it ran them."""

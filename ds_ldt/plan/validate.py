@@ -2,7 +2,7 @@
 
 The rules, in the order in which they are applied (each may rely on those before it):
 
-1. rows          every rank has a row
+1. rows          every rank of a slice has a row
 2. instructions  every instruction names a compute of its own rank, and the right channel for it
 3. closing       training ends with the gradient reduction and the optimizer step, evaluation without; nowhere else
 4. groups        [load or receive] pass [send]: what a pass needs is right before it, what it gives right after it
@@ -12,6 +12,8 @@ The rules, in the order in which they are applied (each may rely on those before
 7. channels      the destination posts its receives in the order in which the source sends
 8. progress      no deadlock, whatever the delays; on request also if a send must meet a posted receive
 9. in flight     no rank has more micro-batches in flight than allowed; one is in flight until its weight gradients
+
+A plan holds one slice. The others do the same and share nothing with it, so what is proven of one holds for all.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ds_ldt.plan.dependencies import computes_of, incoming_boundary, local_predecessor, outgoing_boundary
+from ds_ldt.plan.dependencies import (
+    NEEDED_BY,
+    computes_of,
+    incoming_boundary,
+    local_predecessor,
+    outgoing_boundary,
+    passes_of,
+)
 from ds_ldt.plan.instructions import Channel, Compute, Flow, Instruction, Kind, Op
 from ds_ldt.plan.plan import Plan, in_flight_counts
 from ds_ldt.plan.render import schedule_error
@@ -55,16 +64,28 @@ def validate(plan: Plan, *, max_in_flight: int | Sequence[int] | None = None, po
 
 
 def _check_rows(plan: Plan) -> None:
-    found, expected = len(plan.instructions), plan.shape.num_ranks
+    found, expected = len(plan.rows), plan.shape.one_slice.num_ranks
     if found != expected:
         raise schedule_error(plan, f"it has rows for {found} ranks, expected {expected}")
 
 
 def _check_instructions(plan: Plan) -> None:
-    channels = plan.shape.channels()
-    for rank, row in enumerate(plan.instructions):
+    shape = plan.shape.one_slice
+    channels = shape.channels()
+    for rank, row in enumerate(plan.rows):
+        known: set[tuple[Kind, Op, int, int, int | None, Channel | None]] = set()
         for position, instruction in enumerate(row):
-            fault = _instruction_fault(plan.shape, channels, rank, instruction)
+            compute = instruction.serves
+            if compute is not None and 0 <= compute.micro_batch < shape.num_micro_batches:
+                # What follows looks at nothing else, and is the same for every micro-batch.
+                what = (
+                    instruction.kind, compute.op, compute.virtual_stage, compute.domain, instruction.chunk,
+                    instruction.channel,
+                )  # fmt: skip
+                if what in known:
+                    continue
+                known.add(what)
+            fault = _instruction_fault(shape, channels, rank, instruction)
             if fault is not None:
                 raise schedule_error(plan, fault, rank=rank, position=position)
 
@@ -107,7 +128,7 @@ def _boundary(shape: PipelineShape, kind: Kind, compute: Compute) -> int | None:
 
 def _check_closing(plan: Plan) -> None:
     expected = _CLOSING if plan.training else ()
-    for rank, row in enumerate(plan.instructions):
+    for rank, row in enumerate(plan.rows):
         body = row[: len(row) - len(expected)]
         found = tuple(instruction.kind for instruction in row[len(body) :])
         misplaced = [position for position, instruction in enumerate(body) if instruction.kind in _CLOSING]
@@ -118,14 +139,17 @@ def _check_closing(plan: Plan) -> None:
 
 
 def _check_groups(plan: Plan) -> None:
-    for rank, row in enumerate(plan.instructions):
+    groups: dict[tuple[Op, int], tuple[Kind, ...]] = {}
+    for rank, row in enumerate(plan.rows):
         position = 0
         while position < len(row) and row[position].kind not in _CLOSING:
             owner = row[position].serves
             assert owner is not None
-            expected = _expected_group(plan, owner)
-            found = tuple(instruction.kind for instruction in row[position : position + len(expected)])
-            same = all(instruction.serves == owner for instruction in row[position : position + len(expected)])
+            what = owner.op, owner.virtual_stage
+            expected = groups[what] if what in groups else groups.setdefault(what, _expected_group(plan, owner))
+            members = row[position : position + len(expected)]
+            found = tuple(instruction.kind for instruction in members)
+            same = all(instruction.serves is owner or instruction.serves == owner for instruction in members)
             if found != expected or not same:
                 fault = f"expected {', '.join(expected)} of {owner} in a row, found {', '.join(found)}"
                 raise schedule_error(plan, fault, rank=rank, position=position)
@@ -151,48 +175,61 @@ def _expected_group(plan: Plan, compute: Compute) -> tuple[Kind, ...]:
 
 
 def _check_complete(plan: Plan) -> None:
-    expected = set(computes_of(plan.shape, training=plan.training))
-    seen: set[Compute] = set()
-    for rank, row in enumerate(plan.instructions):
+    shape = plan.shape.one_slice
+    num_micro_batches, num_domains = shape.num_micro_batches, shape.num_domains
+    seen = {what: bytearray(num_micro_batches * num_domains) for what in passes_of(shape, training=plan.training)}
+    for rank, row in enumerate(plan.rows):
         for position, instruction in enumerate(row):
             compute = instruction.compute
             if compute is None:
                 continue
-            if compute in seen:
-                raise schedule_error(plan, f"{compute} runs twice", rank=rank, position=position)
-            if compute not in expected:
+            places, place = (
+                seen.get((compute.op, compute.virtual_stage)),
+                compute.micro_batch * num_domains + compute.domain,
+            )
+            if places is None:
                 whole = compute.op is Op.WEIGHT and plan.training
                 fault = (
                     f"{compute} is a part of B, which is not split" if whole else f"an evaluation runs no {compute}"
                 )
                 raise schedule_error(plan, fault, rank=rank, position=position)
-            seen.add(compute)
-    missing = sorted(expected - seen)
-    if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        rank = plan.shape.rank_of(missing[0].virtual_stage, missing[0].domain)
-        names = ", ".join(map(str, missing[:_SHOWN]))
-        raise schedule_error(plan, f"{names}{more} never run", rank=rank, position=len(plan.instructions[rank]))
+            if places[place]:
+                raise schedule_error(plan, f"{compute} runs twice", rank=rank, position=position)
+            places[place] = 1
+    if all(all(places) for places in seen.values()):
+        return
+    missing = sorted(
+        compute
+        for compute in computes_of(shape, training=plan.training)
+        if not seen[compute.op, compute.virtual_stage][compute.micro_batch * num_domains + compute.domain]
+    )
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    rank = shape.rank_of(missing[0].virtual_stage, missing[0].domain)
+    names = ", ".join(map(str, missing[:_SHOWN]))
+    raise schedule_error(plan, f"{names}{more} never run", rank=rank, position=len(plan.rows[rank]))
 
 
 def _check_local_order(plan: Plan) -> None:
-    for rank, row in enumerate(plan.instructions):
-        done: set[Compute] = set()
+    shape = plan.shape.one_slice
+    num_micro_batches, num_domains = shape.num_micro_batches, shape.num_domains
+    done = {what: bytearray(num_micro_batches * num_domains) for what in passes_of(shape, training=plan.training)}
+    for rank, row in enumerate(plan.rows):
         for position, instruction in enumerate(row):
             compute = instruction.compute
             if compute is None:
                 continue
-            needed = local_predecessor(compute)
-            if needed is not None and needed not in done:
-                fault = f"{compute} runs before {needed}, whose values it uses"
+            place = compute.micro_batch * num_domains + compute.domain
+            needed = NEEDED_BY.get(compute.op)
+            if needed is not None and not done[needed, compute.virtual_stage][place]:
+                fault = f"{compute} runs before {local_predecessor(compute)}, whose values it uses"
                 raise schedule_error(plan, fault, rank=rank, position=position)
-            done.add(compute)
+            done[compute.op, compute.virtual_stage][place] = 1
 
 
 def _check_channels(plan: Plan) -> None:
     sent: dict[Channel, list[int | None]] = defaultdict(list)
     received: dict[Channel, list[tuple[int | None, int]]] = defaultdict(list)
-    for row in plan.instructions:
+    for row in plan.rows:
         for position, instruction in enumerate(row):
             if instruction.channel is None:
                 continue
@@ -224,9 +261,10 @@ def _check_progress(plan: Plan, posted_ahead: int | None) -> None:
 def _check_in_flight(plan: Plan, max_in_flight: int | Sequence[int] | None) -> None:
     if max_in_flight is None:
         return
-    limits = max_in_flight if isinstance(max_in_flight, Sequence) else [max_in_flight] * plan.shape.num_stages
-    for rank, row in enumerate(plan.instructions):
-        limit = limits[plan.shape.stage_of(rank)]
+    shape = plan.shape.one_slice
+    limits = max_in_flight if isinstance(max_in_flight, Sequence) else [max_in_flight] * shape.num_stages
+    for rank, row in enumerate(plan.rows):
+        limit = limits[shape.stage_of(rank)]
         passes = [(position, compute) for position, instruction in enumerate(row) if (compute := instruction.compute)]
         counts = in_flight_counts(compute for _, compute in passes)
         for (position, compute), count in zip(passes, counts, strict=True):

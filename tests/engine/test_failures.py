@@ -91,11 +91,14 @@ def test_every_bad_configuration_is_told_alike_on_all_ranks_before_any_process_g
     assert len(rows) >= 25
     wrong_world = config(layout(2, 2), num_domains=2)
     wrong_layers = config([[2, 2], [2, 0]])
-    first, second = run_group(2, TARGETS + "bad_configurations", [*rows, wrong_world, wrong_layers], deadline_s=100)
+    too_long = config(layout(2, 2), num_micro_batches=100_000)  # S91
+    wrong = [*rows, too_long, wrong_world, wrong_layers]
+    first, second = run_group(2, TARGETS + "bad_configurations", wrong, deadline_s=100)
     assert first == second
     for (name, _, fragments), message in zip(BAD_CONFIGS, first, strict=False):
         for fragment in fragments:
             assert fragment in message, f"{name}: {message}"
+    assert "gradient_accumulation_steps: found 100000, expected at most 33333 here" in first[-3]
     assert "E*Te + (P-1)*D*Tc" in first[-2]
     assert "whose sum is 6" in first[-1]
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ds_ldt.errors import ScheduleError
 from ds_ldt.plan import Compute, Costs, PipelineShape, build_plan, lower, lower_bound, simulate
+from ds_ldt.plan.lower import lower_slice
 from ds_ldt.plan.replay import find_stall
 from tests.plan.shapes import full_shape, shape_of, shapes
 from tests.plan.test_replay import DEADLOCK
@@ -111,15 +112,17 @@ def test_a_timeline_keeps_orders_dependencies_and_one_compute_at_a_time(
 @settings(deadline=None, max_examples=60)
 @given(shape=shapes(max_micro_batches=3), data=st.data())
 def test_the_simulator_and_the_replay_agree_on_deadlocks(shape: PipelineShape, data: st.DataObject) -> None:
-    orders = build_plan(shape).orders()
+    orders = build_plan(shape).slice_orders()
     rank = data.draw(st.sampled_from(sorted(orders)))
-    plan = lower({**orders, rank: tuple(data.draw(st.permutations(orders[rank])))}, shape, policy="shuffled")
+    plan = lower_slice({**orders, rank: tuple(data.draw(st.permutations(orders[rank])))}, shape, policy="shuffled")
     stuck = find_stall(plan)
     if stuck:
         with pytest.raises(ScheduleError, match="deadlock"):
             simulate(plan, Costs.uniform(shape, edge=1))
     else:
-        assert len(simulate(plan, Costs.uniform(shape, edge=1)).spans) == sum(map(len, orders.values()))
+        assert len(simulate(plan, Costs.uniform(shape, edge=1)).spans) == shape.num_replicas * sum(
+            map(len, orders.values())
+        )
 
 
 def test_longer_hops_never_make_a_step_shorter() -> None:

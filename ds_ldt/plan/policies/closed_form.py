@@ -33,6 +33,7 @@ from ds_ldt.plan.policies.depth import (
 )
 from ds_ldt.plan.policies.units import Depth, unit_orders
 from ds_ldt.plan.shape import PipelineShape
+from ds_ldt.plan.size import for_search
 
 _WARM_UPS = (0, 1, -1, 2)
 _AHEADS = (0, 1, -1, 2, 3)
@@ -49,35 +50,45 @@ def orders(shape: PipelineShape, *, costs: Costs | None = None, limits: Limits |
     """
     costs = nominal_costs(shape) if costs is None else costs
     if shape.is_single_pass:
-        machine = Machine.build(shape, costs, training=True)
-        best = None
-        for depth in _depths(shape, costs, machine.num_jobs):
-            found = unit_orders(shape, depth)
-            rows = machine.jobs_of(found)
-            if limits is not None and any(p > limit for p, limit in zip(machine.peaks(rows), limits, strict=True)):
-                continue
-            run = Follow(machine, rows)
-            ticks = run.play()
-            if not run.stuck and (best is None or ticks < best[0]):
-                best = ticks, found
-        if best is not None:
-            return best[1]
+        depth = _best_depth(shape, costs, limits)
+        if depth is not None:
+            return unit_orders(shape, depth)
     caps = round_trip_caps(shape, costs, training=True, tau=slowest_forward(shape, costs), limits=limits)
     return list_orders(shape, costs, training=True, caps=caps)
 
 
-def _depths(shape: PipelineShape, costs: Costs, num_jobs: int) -> Iterator[Depth]:
-    """The depth of the formula and, where a slice has several domains, those around it; no more than can be tried."""
+def _best_depth(shape: PipelineShape, costs: Costs, limits: Limits | None) -> Depth | None:
+    """The depth with the shortest step, tried out on fewer micro-batches where a step is long; None if none runs."""
+    formula = _formula(shape, costs)
+    searched = for_search(shape, deepest=formula.warm_up + max(_WARM_UPS) + 1)
+    machine = Machine.build(searched, costs, training=True)
+    best: tuple[int, Depth] | None = None
+    for depth in _around(formula, shape, machine.num_jobs):
+        rows = machine.jobs_of(unit_orders(searched, depth))
+        if limits is not None and any(p > limit for p, limit in zip(machine.peaks(rows), limits, strict=True)):
+            continue
+        run = Follow(machine, rows)
+        ticks = run.play()
+        if not run.stuck and (best is None or ticks < best[0]):
+            best = ticks, depth
+    return None if best is None else best[1]
+
+
+def _formula(shape: PipelineShape, costs: Costs) -> Depth:
     num_stages, hop = shape.num_stages, hop_seconds(shape, costs)
     extra = stage_times(2 * hop, shape, costs)
     warm_up = num_stages + extra + stage_times(2 * hop / 3, shape, costs)
-    ahead = num_stages - 1 + stage_times(hop, shape, costs)
-    yield Depth(warm_up=warm_up, ahead=ahead, extra=extra)
+    return Depth(warm_up=warm_up, ahead=num_stages - 1 + stage_times(hop, shape, costs), extra=extra)
+
+
+def _around(formula: Depth, shape: PipelineShape, num_jobs: int) -> Iterator[Depth]:
+    """The depth of the formula and, where a slice has several domains, those around it; no more than can be tried."""
+    yield formula
     if shape.slice_size == 1:
         return
     around = ((more_warm_up, more_ahead) for more_warm_up in _WARM_UPS for more_ahead in _AHEADS)
     num_tried = max(1, _MOST_JOBS_PLAYED // num_jobs)
     for (more_warm_up, more_ahead), _ in zip(around, range(num_tried), strict=False):
-        wider, later = warm_up + more_warm_up, ahead + more_ahead
+        wider, later = formula.warm_up + more_warm_up, formula.ahead + more_ahead
         if 1 <= later <= wider and (more_warm_up or more_ahead):
-            yield Depth(warm_up=wider, ahead=later, extra=extra)
+            yield Depth(warm_up=wider, ahead=later, extra=formula.extra)

@@ -11,6 +11,9 @@ Where backwards are split, a micro-batch is in flight until its weight gradients
 each depth with up to three micro-batches more. What that finds is compared with the plan for whole backwards, each
 with its weight gradients right behind; so a split never makes a step longer.
 
+A long step is searched with fewer micro-batches (`ds_ldt.plan.size.for_search`) and played once with all of them, at
+the depth and by the rule that were found.
+
 t is the forward time of the slowest cloud stage, rt_p the unloaded time from the first to the last compute of a
 micro-batch on stage p.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from ds_ldt.plan.bound import lower_bound
 from ds_ldt.plan.costs import Costs
@@ -36,12 +40,14 @@ from ds_ldt.plan.policies.depth import (
 )
 from ds_ldt.plan.policies.weights import right_after
 from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.size import for_search
 
 _LADDER = ((3.0, 1), (2.0, 0), (1.5, 0), (1.0, 0))
 _OTHER_BACKWARDS = 3  # their rank in `pipeline_priority`
 _TAIL_LAST = (0, 4, 2, 3, 1)  # by the rank in `pipeline_priority`
 _MORE_IF_SPLIT = (0, 1, 2, 3)
 _NEAR = 1 / 1200
+_MOST_JOBS_TRIED = 1_600_000
 _MOST_JOBS_SHRUNK = 200_000
 
 
@@ -93,15 +99,19 @@ def orders(shape: PipelineShape, *, costs: Costs | None = None, limits: Limits |
         limits: The most micro-batches of one domain in flight, by stage; None leaves it to the policy.
     """
     costs = nominal_costs(shape) if costs is None else costs
-    machine = Machine.build(shape, costs, training=True)
-    bound = lower_bound(shape, costs) * TICKS_PER_SECOND
-    good_enough = bound * (1 + _NEAR)
-    best = _fastest(machine, _ladder(shape, costs, limits), good_enough=good_enough)
+    searched = for_search(shape, deepest=max(map(max, _ladder(shape, costs, limits))))
+    machine = Machine.build(searched, costs, training=True)
+    good_enough = lower_bound(searched, costs) * TICKS_PER_SECOND * (1 + _NEAR)
+    best = _fastest(machine, _ladder(searched, costs, limits), good_enough=good_enough)
     if shape.split_stages and best.ticks > good_enough:
-        whole = right_after(orders)(shape, costs=costs, limits=limits)
-        if Follow(machine, machine.jobs_of(whole)).play() < best.ticks:
-            return whole
-    return machine.orders_of(_shrunk(machine, best, allowed=max(best.ticks, good_enough)).rows)
+        whole = right_after(orders)
+        if Follow(machine, machine.jobs_of(whole(searched, costs=costs, limits=limits))).play() < best.ticks:
+            return whole(shape, costs=costs, limits=limits)
+    best = _shrunk(machine, best, allowed=max(best.ticks, good_enough))
+    if searched is shape:
+        return machine.orders_of(best.rows)
+    machine = Machine.build(shape, costs, training=True)
+    return machine.orders_of(list_schedule(machine, caps=best.caps, priority=best.rule)[1])
 
 
 def _ladder(shape: PipelineShape, costs: Costs, limits: Limits | None) -> Iterator[tuple[int, ...]]:
@@ -119,13 +129,13 @@ def _ladder(shape: PipelineShape, costs: Costs, limits: Limits | None) -> Iterat
 
 def _fastest(machine: Machine, ladder: Iterator[tuple[int, ...]], *, good_enough: float) -> _Found:
     best: _Found | None = None
-    for caps in ladder:
-        for rule in RULES:
-            ticks, rows = list_schedule(machine, caps=caps, priority=rule)
-            if best is None or ticks < best.ticks:
-                best = _Found(ticks=ticks, caps=caps, rule=rule, rows=rows)
-            if best.ticks <= good_enough:
-                return best
+    tries = ((caps, rule) for caps in ladder for rule in RULES)
+    for caps, rule in islice(tries, max(1, _MOST_JOBS_TRIED // machine.num_jobs)):
+        ticks, rows = list_schedule(machine, caps=caps, priority=rule)
+        if best is None or ticks < best.ticks:
+            best = _Found(ticks=ticks, caps=caps, rule=rule, rows=rows)
+        if best.ticks <= good_enough:
+            return best
     assert best is not None, "the ladder has a rung"
     return best
 
