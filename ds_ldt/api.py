@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
@@ -19,7 +18,6 @@ from ds_ldt.launch import prepare_environment
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.output_paths import check_together, output_paths_of
 from ds_ldt.plan.hints import known_from_config, memory_warning
-from ds_ldt.rendezvous import gather_in_call
 from ds_ldt.topology import RankMap
 
 
@@ -94,13 +92,7 @@ def initialize(
 
     _check_open(model)
     grid = model.mpu()
-    gather_in_call(
-        torch.distributed,
-        call="ds_ldt.initialize",
-        number=grid.number,
-        timeout_s=grid.timeout_s,
-        sites=grid.rank_map.sites,
-    )
+    grid.gather("ds_ldt.initialize")
     check_together(output_paths_of(model.job, grid.global_rank), grid, what="ds_ldt.initialize (output paths)")
     model.inject_adapters()
     agree_that_all_have_one(bool(optimizer or model.job.deepspeed.get("optimizer", {}).get("type")), grid)

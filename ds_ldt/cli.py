@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +41,7 @@ from ds_ldt.plan.simulate import for_all_replicas
 from ds_ldt.plan.size import num_computes
 from ds_ldt.plan.trace import read_trace
 from ds_ldt.progress import Progress
-from ds_ldt.reach import HELPER
+from ds_ldt.reach import exit_past_helpers
 from ds_ldt.trained import describe_layers, gradient_boundaries, trained_layers
 
 _SHOWN_DIFFERENCES = 10
@@ -81,16 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "draw" and options.config is None and options.trace is None:
         parser.error("draw needs a configuration, a --trace, or both")
     status = _run(options)
-    if arguments is None and any(thread.name == HELPER for thread in threading.enumerate()):
-        # A call of torch that never returned: were it to return while Python shuts down, the process would abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    if arguments is None:
+        exit_past_helpers(status)
     return status
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command that was chosen and return the exit status."""
     try:
         sys.stdout.write(_COMMANDS[options.command](options))
         sys.stdout.flush()

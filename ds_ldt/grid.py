@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
 from ds_ldt.errors import LinkError
+from ds_ldt.rendezvous import gather_in_call
 from ds_ldt.topology import RankMap
 
 _NUMBERS = count(1)
@@ -172,6 +173,18 @@ class LDTPipelineGrid(PipelineParallelGrid):
         self._closed = True
         groups, self._groups = self._groups, {}
         destroy_groups(dict.fromkeys(groups.values()))
+
+    def gather(self, call: str) -> None:
+        """Wait until every rank of both sites has come to a call; for one that prepares its data, as long as it does.
+
+        Args:
+            call: its name, for messages.
+
+        Raises:
+            LinkError: a rank did not come within ``timeout_s``; it is named.
+        """
+        sites = self.rank_map.sites
+        gather_in_call(dist, call=call, number=self.number, timeout_s=self.timeout_s, sites=sites)
 
     @property
     def domains(self) -> range:

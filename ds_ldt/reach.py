@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -91,6 +92,20 @@ def _is_done(future: Future[T], seconds: float) -> bool:
     with suppress(Exception):
         future.exception(seconds)
     return future.done()
+
+
+def exit_past_helpers(status: int) -> None:
+    """End this process here and now if a thread of `within` was left behind; else return.
+
+    Were torch's call to return in that thread while Python shuts down, the process would abort.
+
+    Args:
+        status: The exit status.
+    """
+    if any(thread.name == HELPER for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def greet(host: str, port: int, *, timeout_s: float) -> None:

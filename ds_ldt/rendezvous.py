@@ -274,10 +274,10 @@ def gather_at_start(launched: LaunchEnvironment, world: Any, *, timeout_s: float
         return LinkError(
             f"Rank {launched.rank} of {launched.world_size} did not meet the others at {where} within {timeout_s:g} s "
             f"(ldt.timeout_s): {_who(missing, launched, sites, is_lost)} This rank{_site(sites, launched.rank)} "
-            f"waited {waited_s:.1f} s ({local_end(launched.master_addr, launched.master_port)}). Look at: is the other site "
-            "started, with the same hostfile, address and port; can it reach this address and port (firewall); what "
-            f"do the logs of those ranks say; does GLOO_SOCKET_IFNAME name the interface that leads there. "
-            f"{DATA_HINT}."
+            f"waited {waited_s:.1f} s ({local_end(launched.master_addr, launched.master_port)}). Look at: is the "
+            "other site started, with the same hostfile, address and port; can it reach this address and port "
+            "(firewall); what do the logs of those ranks say; does GLOO_SOCKET_IFNAME name the interface that leads "
+            f"there. {DATA_HINT}."
         )
 
     gather(store, rank=launched.rank, world_size=launched.world_size, timeout_s=timeout_s, missed=missed, key=key)
