@@ -74,6 +74,8 @@ def initialize(
             every rank: the optimizer of some rank lacks a parameter that is trained, or holds one that is not the
             module's; some rank cannot write where the configuration says (``ldt.trace``, ``ldt.measured_costs``,
             tensorboard, csv_monitor).
+        LinkError: a rank did not call it within ``ldt.timeout_s``; it is named. Ranks that prepare their data are
+            waited for longer (see :func:`ds_ldt.preparing_data`).
     """
     _refuse(
         distributed_port=distributed_port,
@@ -93,6 +95,7 @@ def initialize(
 
     _check_open(model)
     grid = model.mpu()
+    grid.gather("ds_ldt.initialize")
     check_together(output_paths_of(model.job, grid.global_rank), grid, what="ds_ldt.initialize (output paths)")
     model.inject_adapters()
     agree_that_all_have_one(bool(optimizer or model.job.deepspeed.get("optimizer", {}).get("type")), grid)
