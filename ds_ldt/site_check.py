@@ -272,7 +272,14 @@ def _open_store(where: Meeting) -> Store:
         if error.errno != errno.EADDRINUSE:
             raise _elsewhere(where, error) from error
         return _store_of_another(where)
-    return _store(where, listen=where.site == "edge")
+    try:
+        return _store(where, listen=where.site == "edge")
+    except RuntimeError as error:
+        if where.site == "cloud":
+            raise _nobody_came(where) from error
+        if "EADDRINUSE" not in str(error):
+            raise
+        return _store_of_another(where)  # which took the port after it was found to be free
 
 
 def _store_of_another(where: Meeting) -> Store:
