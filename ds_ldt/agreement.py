@@ -21,8 +21,13 @@ from ds_ldt.identity import ModelFingerprint, draw_identity
 from ds_ldt.reduce import bounded, exchange_text, ranks_where
 from ds_ldt.wire import WireSchema
 
-# What decides the arithmetic of a step. Paths, monitors and printing may differ between the sites.
-_SHARED_SETTINGS = ("optimizer", "scheduler", "bf16", "fp16", "zero_optimization", "data_types")
+# What decides the arithmetic or the plan of a step. These may differ, as no other rank depends on them: paths
+# (ldt.trace, ldt.measured_costs), monitors and printing; ldt.timeout_s, as each rank bounds its own waits; activation
+# checkpoints, as what is computed anew has the same bits; ldt.allow_exposed_edge, which each site has accepted by now.
+_SHARED_SETTINGS = (
+    *("optimizer", "scheduler", "bf16", "fp16", "zero_optimization", "data_types"),
+    "dataloader_drop_last",  # one edge replica that drops a batch would be ahead of the others
+)
 
 _LONGEST_FACT = 300
 """Characters; a longer fact is compared by its digest, so that all of them fit into one message."""
@@ -37,6 +42,7 @@ def shared_settings(job: JobConfig) -> dict[str, str]:
         "ldt.edge": job.ldt.edge.model_dump(),
         "ldt.cloud": job.ldt.cloud.model_dump(),
         "ldt.schedule": job.ldt.schedule.model_dump(),
+        "ldt.link": job.ldt.link.model_dump(),
         "ldt.loss_reduction": job.ldt.loss_reduction,
         "gradient_clipping": get_gradient_clipping(job.deepspeed),
         **({"ldt.lora": job.ldt.lora.model_dump()} if job.ldt.lora is not None else {}),

@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
+from deepspeed.utils.logging import print_dist
 
 from ds_ldt.config import JobConfig, load_config
 from ds_ldt.coverage import agree_that_all_have_one, given_parameters
@@ -17,7 +18,9 @@ from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.launch import prepare_environment
 from ds_ldt.module import LDTPipelineModule
 from ds_ldt.output_paths import check_together, output_paths_of
+from ds_ldt.parameters import count_parameters
 from ds_ldt.plan.hints import known_from_config, memory_warning
+from ds_ldt.rehearsal import steps_without_learning
 from ds_ldt.topology import RankMap
 
 
@@ -157,13 +160,34 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _describe(engine: LDTPipelineEngine) -> None:
-    """Log what job this is, once, and what may be too large for it."""
+    """Log what job this is, once, and what may be too large for it; every rank calls it."""
+    total, trained = count_parameters(engine.module, engine.grid, engine.device)
     if engine.global_rank != 0:
         return
     logger.info(f"ds_ldt on {get_accelerator().device_name()}: {engine.describe()}")
+    print_dist(
+        f"ds_ldt: the model has {total} parameters ({total / 1e6:.3f}M), {trained} of them trained "
+        f"({trained / 1e6:.3f}M); each counts once (DeepSpeed's TOTAL_PARAMS counts those of every replica)",
+        ranks=[0],
+    )
+    _say_steps_without_learning(engine)
     warning = memory_warning(engine.job, known_from_config(engine.job, engine.module.layout), running=True)
     if warning is not None:
         logger.warning(warning)
+
+
+def _say_steps_without_learning(engine: LDTPipelineEngine) -> None:
+    """Say how many first steps the schedule runs at a learning rate of 0, as DeepSpeed's warm-ups do."""
+    schedule = engine.lr_scheduler
+    optimizer = getattr(schedule, "optimizer", None)
+    if optimizer is None or not hasattr(schedule, "step"):
+        return
+    steps = steps_without_learning(schedule, optimizer)
+    if steps:
+        logger.warning(
+            f"ds_ldt: {type(schedule).__name__} gives the first {steps} training step{'s' if steps > 1 else ''} of a "
+            "new run a learning rate of 0, so the weights stay as they are in them"
+        )
 
 
 def _check_whole_numbers(**values: Any) -> None:

@@ -172,7 +172,7 @@ def one_for_each_chunk(intervals: list[int] | None, layers: Matrix | Matrices) -
         key="ldt.activation_checkpoint_interval",
         found=intervals,
         expected=f"{num_chunks} numbers, one for each chunk of ldt.pipeline_num_layers",
-        fix='correct it, or set "pipeline": {"activation_checkpoint_interval": N} for all chunks alike',
+        fix='correct it, or set "pipeline": {"activation_checkpoint_interval": 1} for all chunks alike',
     )
 
 

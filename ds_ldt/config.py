@@ -30,8 +30,8 @@ from ds_ldt.checks import (
     weights_can_wait,
     world_size_fits,
 )
-from ds_ldt.config_errors import translated
-from ds_ldt.deepspeed_settings import batch_numbers, deepspeed_problems
+from ds_ldt.config_errors import paths_of, translated
+from ds_ldt.deepspeed_settings import ELSEWHERE, batch_numbers, deepspeed_problems
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.json_file import read_json
 from ds_ldt.lora_settings import LoraSettings, adapters_and_freeze
@@ -87,7 +87,7 @@ class ScheduleConfig(Section):
         default=None, description=f"megabytes, a number > 0, {_EACH}, or null", examples=[40]
     )
     layer_forward_ms: ByModality = Field(default=2.0, description=f"milliseconds, a number > 0, {_EACH}", examples=[2])
-    split_backward: bool = Field(default=False, description="true or false", examples=["true"])
+    split_backward: bool = Field(default=False, description="true or false", examples=[True])
     measure_steps: int = Field(default=3, ge=0, description="a whole number >= 0", examples=[3])
 
     @field_validator("layer_activation_mb", "layer_forward_ms", mode="before")
@@ -141,33 +141,33 @@ class LDTConfig(Section):
 
     pipeline_num_layers: Matrix | Matrices = Field(
         description="a list of chunks, each a list of layer counts, one count per stage",
-        examples=["[[2, 13, 13], [2, 0, 0]]"],
+        examples=[[[2, 13, 13], [2, 0, 0]]],
     )
-    edge: SiteConfig = Field(default=SiteConfig(), description=_SECTION, examples=['{"data_parallel_size": 1}'])
-    cloud: SiteConfig = Field(default=SiteConfig(), description=_SECTION, examples=['{"data_parallel_size": 2}'])
-    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description=_SECTION, examples=['{"policy": "auto"}'])
-    link: LinkConfig = Field(default=LinkConfig(), description=_SECTION, examples=['{"latency_ms": 20}'])
+    edge: SiteConfig = Field(default=SiteConfig(), description=_SECTION, examples=[{"data_parallel_size": 1}])
+    cloud: SiteConfig = Field(default=SiteConfig(), description=_SECTION, examples=[{"data_parallel_size": 2}])
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description=_SECTION, examples=[{"policy": "auto"}])
+    link: LinkConfig = Field(default=LinkConfig(), description=_SECTION, examples=[{"latency_ms": 20}])
     timeout_s: float = Field(
         default=300.0, gt=0, le=_WEEK_S, description=f"seconds, a number > 0 and <= {_WEEK_S:.0f}", examples=[300]
     )
-    allow_exposed_edge: bool = Field(default=False, description="true or false", examples=["true"])
+    allow_exposed_edge: bool = Field(default=False, description="true or false", examples=[True])
     loss_reduction: Literal["token", "micro_batch"] | None = Field(
         default=None, description='one of "token", "micro_batch", null', examples=["token"]
     )
     activation_checkpoint_interval: list[Annotated[int, Field(ge=0)]] | None = Field(
-        default=None, description="whole numbers of layers >= 0, one for each chunk, or null", examples=["[1, 0]"]
+        default=None, description="whole numbers of layers >= 0, one for each chunk, or null", examples=[[1, 0]]
     )
     freeze: list[str] = Field(
-        default=[], description="a list of names of parts of the model", examples=['["vision_encoder"]']
+        default=[], description="a list of names of parts of the model", examples=[["vision_encoder"]]
     )
     lora: LoraSettings | None = Field(
-        default=None, description=f"{_SECTION}, or null", examples=['{"r": 8, "target_modules": ["q_proj"]}']
+        default=None, description=f"{_SECTION}, or null", examples=[{"r": 8, "target_modules": ["q_proj"]}]
     )
     measured_costs: str | None = Field(
         default=None, min_length=1, description="the path of a file, or null", examples=["costs.json"]
     )
     trace: TraceConfig | None = Field(
-        default=None, description=f"{_SECTION}, or null", examples=['{"path": "trace", "steps": [3, 4]}']
+        default=None, description=f"{_SECTION}, or null", examples=[{"path": "trace", "steps": [3, 4]}]
     )
 
     @field_validator("pipeline_num_layers", mode="before")
@@ -226,6 +226,14 @@ class LDTConfig(Section):
         """`pipeline_num_layers` as JSON has it."""
         layers = self.pipeline_num_layers
         return listed(layers) if isinstance(layers, dict) else [list(row) for row in layers]
+
+
+LDT_PATHS: Mapping[str, str] = {
+    path.rpartition(".")[2]: path
+    for path in reversed(paths_of(LDTConfig, "ldt."))
+    if path.rpartition(".")[2] not in ("path", "r", "bias")
+}
+"""Last part of the path of a setting of the "ldt" section -> its path; of several, the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +319,7 @@ def load_config(source: ConfigSource, *, world_size: int | None = None) -> JobCo
 
 def _job(settings: dict[str, Any], where: str | None) -> JobConfig:
     section = settings.pop("ldt", None)
-    problems = list(deepspeed_problems(settings))
+    problems = list(deepspeed_problems(settings, elsewhere=LDT_PATHS))
     ldt: LDTConfig | None = None
     if not isinstance(section, Mapping):
         problems.append(
@@ -326,7 +334,7 @@ def _job(settings: dict[str, Any], where: str | None) -> JobConfig:
         try:
             ldt = LDTConfig.model_validate(dict(section))
         except ValidationError as error:
-            problems.extend(translated(error, LDTConfig))
+            problems.extend(translated(error, LDTConfig, elsewhere={**ELSEWHERE, **LDT_PATHS}))
     if ldt is not None:
         early = weights_can_wait(settings, split_backward=ldt.schedule.split_backward)
         problems += [] if early is None else [early]

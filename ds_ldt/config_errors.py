@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, get_args
+import json
+from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -11,12 +12,15 @@ from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.spelling import unknown_key
 
 
-def translated(error: ValidationError, root: type[BaseModel]) -> Iterator[ConfigProblem]:
+def translated(
+    error: ValidationError, root: type[BaseModel], *, elsewhere: Mapping[str, str] | None = None
+) -> Iterator[ConfigProblem]:
     """Yield pydantic's findings in the form of this package, one per setting.
 
     Args:
         error: What pydantic raised.
         root: The "ldt" section.
+        elsewhere: Names of settings -> their paths, for hints.
     """
     for finding in error.errors(include_url=False):
         cause = finding.get("ctx", {}).get("error")
@@ -28,14 +32,16 @@ def translated(error: ValidationError, root: type[BaseModel]) -> Iterator[Config
         name = str(field_path[-1])
         key = ".".join(map(str, ("ldt", *field_path)))
         if name not in section.model_fields:
-            yield unknown_key(key, finding["input"], known=section.model_fields, owner="this section")
+            yield unknown_key(
+                key, finding["input"], known=section.model_fields, owner="this section", elsewhere=elsewhere
+            )
             continue
         field = section.model_fields[name]
         yield ConfigProblem(
             key=key,
             found=Absent() if finding["type"] == "missing" else finding["input"],
             expected=str(field.description),
-            fix=f'write e.g. "{name}": {_json_example(field.examples)}',
+            fix=f'write e.g. "{name}": {json.dumps((field.examples or [None])[0])}',
         )
 
 
@@ -58,7 +64,15 @@ def _section_of(annotation: object) -> type[BaseModel] | None:
     return None
 
 
-def _json_example(examples: list[Any] | None) -> str:
-    example = (examples or [""])[0]
-    is_word = isinstance(example, str) and example.isidentifier() and example != "true"
-    return f'"{example}"' if is_word else str(example)
+def paths_of(root: type[BaseModel], prefix: str) -> list[str]:
+    """Return the path of every setting of a section and of the sections inside it.
+
+    Args:
+        root: The section.
+        prefix: Its path, with a dot at the end.
+    """
+    found = []
+    for name, field in root.model_fields.items():
+        inner = _section_of(field.annotation)
+        found += [prefix + name, *(paths_of(inner, f"{prefix}{name}.") if inner is not None else ())]
+    return found

@@ -74,38 +74,38 @@ class LoraSettings(Section):
     r: int = Field(default=8, ge=1, description="a whole number >= 1", examples=[8])
     lora_alpha: float = Field(default=8, gt=0, description="a number > 0", examples=[16])
     target_modules: list[str] | str | None = Field(
-        default=None, description=f'{_NAMES}, or "all-linear", or null', examples=['["q_proj", "v_proj"]']
+        default=None, description=f'{_NAMES}, or "all-linear", or null', examples=[["q_proj", "v_proj"]]
     )
     exclude_modules: list[str] | str | None = Field(
-        default=None, description=f"{_NAMES}, or null", examples=['["down_proj"]']
+        default=None, description=f"{_NAMES}, or null", examples=[["down_proj"]]
     )
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="a number >= 0 and < 1", examples=[0.05])
     bias: Literal["none", "all", "lora_only"] = Field(
         default="none", description='one of "none", "all", "lora_only"', examples=["none"]
     )
-    use_rslora: bool = Field(default=False, description=_FLAG, examples=["true"])
-    use_dora: bool = Field(default=False, description=_FLAG, examples=["true"])
+    use_rslora: bool = Field(default=False, description=_FLAG, examples=[True])
+    use_dora: bool = Field(default=False, description=_FLAG, examples=[True])
     init_lora_weights: Literal[True, False, "gaussian"] = Field(
         default=True,
         description='true, false or "gaussian" (other start values change the base weights or need data)',
-        examples=["true"],
+        examples=[True],
     )
     layers_to_transform: list[int] | None = Field(
-        default=None, description="a list of indices of decoder layers (whole numbers >= 0), or null", examples=["[3]"]
+        default=None, description="a list of indices of decoder layers (whole numbers >= 0), or null", examples=[[3]]
     )
     layers_pattern: list[str] | str | None = Field(
         default=None, description="a name or a list of names, or null", examples=["layers"]
     )
     rank_pattern: dict[str, int] = Field(
-        default={}, description="an object from names to whole numbers >= 1", examples=['{"layers.3.mlp.up_proj": 4}']
+        default={}, description="an object from names to whole numbers >= 1", examples=[{"layers.3.mlp.up_proj": 4}]
     )
     alpha_pattern: dict[str, float] = Field(
-        default={}, description="an object from names to numbers > 0", examples=['{"layers.3.mlp.up_proj": 4}']
+        default={}, description="an object from names to numbers > 0", examples=[{"layers.3.mlp.up_proj": 4}]
     )
     modules_to_save: list[str] | None = Field(
-        default=None, description="a list of names of modules, or null", examples=['["lm_head"]']
+        default=None, description="a list of names of modules, or null", examples=[["lm_head"]]
     )
-    lora_bias: bool = Field(default=False, description=_FLAG, examples=["true"])
+    lora_bias: bool = Field(default=False, description=_FLAG, examples=[True])
 
     @model_validator(mode="before")
     @classmethod

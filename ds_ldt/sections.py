@@ -20,7 +20,7 @@ class TraceConfig(Section):
     """
 
     path: str = Field(min_length=1, description="the path of a directory", examples=["trace"])
-    steps: tuple[int, int] = Field(description="two whole numbers, first <= last, from 1 on", examples=["[3, 4]"])
+    steps: tuple[int, int] = Field(description="two whole numbers, first <= last, from 1 on", examples=[[3, 4]])
 
     @field_validator("steps", mode="before")
     @classmethod

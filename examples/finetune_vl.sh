@@ -19,8 +19,14 @@ meeting+=(--master_port "$(python "$examples/quickstart_steps.py" port)")
 
 bash "$examples/run_cloud.sh" "${meeting[@]}" "$examples/finetune_vl.py" "$@" >"$workdir/cloud.txt" 2>&1 &
 cloud=$!
-trap 'kill -TERM "$cloud" 2>/dev/null || true; rm -rf "$workdir"' EXIT
+bash "$examples/run_edge.sh" "${meeting[@]}" "$examples/finetune_vl.py" "$@" &
+edge=$!
+# A signal reaches this script alone: both sites are stopped by it, and each ends its own ranks.
+trap 'kill -TERM "$edge" "$cloud" 2>/dev/null || true; wait "$edge" "$cloud" 2>/dev/null || true; rm -rf "$workdir"' EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
 failed=0
-bash "$examples/run_edge.sh" "${meeting[@]}" "$examples/finetune_vl.py" "$@" || failed=$?
+wait "$edge" || failed=$?
 wait "$cloud" || { failed=1; tail -n 30 "$workdir/cloud.txt" >&2; }
 exit "$failed"

@@ -92,6 +92,7 @@ bash "$examples/run_edge.sh" "${meeting[@]}" "${same[@]}" ${text:+--text "$text"
     --model "$workdir/edge/layers" --save "$workdir/edge/checkpoint" &
 edge=$!
 stop() { kill -TERM "$edge" "$cloud" 2>/dev/null || true; wait "$edge" "$cloud" 2>/dev/null || true; }
+trap 'stop; exit 129' HUP
 trap 'stop; exit 130' INT
 trap 'stop; exit 143' TERM
 

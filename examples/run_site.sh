@@ -97,7 +97,7 @@ launcher=$!
 set +m
 
 stop() {
-    trap '' INT TERM
+    trap '' HUP INT QUIT TERM
     printf '[%s] stopping the ranks of this machine\n' "$name" >&2
     kill -TERM -- "-$launcher" 2>/dev/null || true
     for _ in $(seq 100); do
@@ -107,7 +107,9 @@ stop() {
     kill -KILL -- "-$launcher" 2>/dev/null || true
     exit "$1"
 }
+trap 'stop 129' HUP
 trap 'stop 130' INT
+trap 'stop 131' QUIT
 trap 'stop 143' TERM
 
 status=0

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-import ds_ldt.deepspeed_settings as settings
 from ds_ldt.config import JobConfig, LDTConfig, load_config
+from ds_ldt.deepspeed_keys import BATCH_KEYS, TABLE
 from ds_ldt.errors import ConfigError, LDTError
+from ds_ldt.rules import flattened
 from tests.bad_configs import ABSENT, BAD_CONFIGS, GOOD_CONFIG, changed
 
 
@@ -211,38 +212,6 @@ def test_deepspeed_takes_the_rest_of_the_config_unchanged() -> None:
     assert config.pipeline["use_reentrant"] is False
 
 
-def test_known_keys_are_all_keys_that_deepspeed_reads() -> None:
-    import deepspeed
-
-    root = Path(deepspeed.__file__).parent
-    folders = ("runtime", "comm", "monitor", "profiling", "autotuning", "datastates", "utils", "inference")
-    source = "\n".join(
-        path.read_text(encoding="utf-8")
-        for path in [root / "__init__.py", *(path for folder in folders for path in (root / folder).rglob("*.py"))]
-    )
-    keys = settings.KNOWN_KEYS | settings.REFUSED_KEYS.keys()
-    assert [key for key in sorted(keys) if not re.search(rf"""["']{key}["']""", source)] == []
-    assert settings.KNOWN_KEYS.isdisjoint(settings.REFUSED_KEYS)
-
-
-def test_rules_guard_known_keys_only() -> None:
-    assert {rule.key.partition(".")[0] for rule in settings.RULES} <= settings.KNOWN_KEYS
-
-
-@pytest.mark.parametrize("key", sorted(settings.BOOLEAN_KEYS))
-def test_text_is_refused_where_a_boolean_belongs(key: str) -> None:
-    assert load_config(changed({key: False})).deepspeed[key] is False
-    with pytest.raises(ConfigError, match=f"{key}: found .false., expected"):
-        load_config(changed({key: "false"}))
-
-
-@pytest.mark.parametrize("key", sorted(settings.REFUSED_KEYS))
-def test_refused_key_is_refused_with_any_value(key: str) -> None:
-    for value in (None, False, {}, {"enabled": False}):
-        with pytest.raises(ConfigError, match=f"{key}: found .*, expected no such key"):
-            load_config(changed({key: value}))
-
-
 def test_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     path.write_text(json.dumps(GOOD_CONFIG), encoding="utf-8")
@@ -299,8 +268,7 @@ _JSON = st.recursive(
 )
 _PATHS = sorted(
     {"ldt", "ldt.edge", "ldt.link", "ldt.schedule", "ldt.pipeline_num_layers", "ldt.timeout_s", "ldt.edge.x"}
-    | settings.KNOWN_KEYS
-    | {rule.key for rule in settings.RULES}
+    | flattened(TABLE).keys()
 )
 
 
@@ -310,7 +278,7 @@ def test_any_value_anywhere_is_accepted_or_a_config_error(path: str, value: obje
     try:
         job = load_config(changed({path: value}))
     except ConfigError as error:
-        owners = {path.partition(".")[0]} | ({"train_batch_size"} if path in settings.BATCH_KEYS else set())
+        owners = {path.partition(".")[0]} | ({"train_batch_size"} if path in BATCH_KEYS else set())
         assert {problem.key.partition(".")[0].partition("[")[0] for problem in error.problems} <= owners  # noqa: PT017
         assert error.problems  # noqa: PT017
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 
 from deepspeed.pipe import LayerSpec
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 from ds_ldt.layout import Layout
 from ds_ldt.models.attention import MASK_FUNCTIONS
+from ds_ldt.models.config_values import rope_problems, trial_problem, value_problems
 from ds_ldt.models.families import FAMILIES
 from ds_ldt.models.family import ModelFamily, model_problem
 
 CONFIG_FILE = "config.json"
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+
+_SHOWN = 300
+"""Characters of what transformers says."""
 
 
 def family_of(config: PreTrainedConfig) -> ModelFamily:
@@ -56,14 +60,28 @@ def read_hf_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, local_files_only=True)
     except Exception as error:  # transformers raises many types here; all mean the same to the user
-        message = str(error).strip().splitlines()
+        problems = list(_problems_of_file(path))
+        if problems:
+            raise ConfigError.from_problems(problems, where=str(path)) from error
+        message = " ".join(line.strip() for line in str(error).splitlines())
         raise ConfigError.of(
             "model",
-            found=Absent(f"{path}, which transformers refuses: {message[0] if message else type(error).__name__}"),
+            found=Absent(f"{path}, which transformers refuses: {message[:_SHOWN] or type(error).__name__}"),
             expected=f"the config of a supported family ({', '.join(sorted(FAMILIES))})",
             fix="check the file against the one that was published with the model",
         ) from error
     return config
+
+
+def _problems_of_file(path: Path) -> Iterator[ConfigProblem]:
+    """Yield what can be named in a config that transformers does not read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(content, dict):
+        text = content.get("text_config")
+        yield from value_problems(text if isinstance(text, dict) else content)
 
 
 def checked_config(config: PreTrainedConfig, *, attn_implementation: str | None = None) -> PreTrainedConfig:
@@ -79,6 +97,9 @@ def checked_config(config: PreTrainedConfig, *, attn_implementation: str | None 
     family = family_of(config)
     config = copy.deepcopy(config)
     problems = list(_problems(config, family, attn_implementation))
+    if not problems:
+        found = trial_problem(config, family)
+        problems += [] if found is None else [found]
     if problems:
         raise ConfigError.from_problems(problems, where=f"the {family.name} model config")
     # Left at None, transformers builds no mask at all: packed sequences would silently see each other.
@@ -143,18 +164,10 @@ def _problems(config: PreTrainedConfig, family: ModelFamily, attention: str | No
     text = config.get_text_config()
     if text.num_hidden_layers < 1:
         yield model_problem("num_hidden_layers", text.num_hidden_layers, "at least 1", "correct config.json")
-    yield from _rope_problems(text)
+    yield from value_problems(text.to_dict())
+    yield from rope_problems(text.to_dict())
     yield from _mask_problems(text, family)
     yield from family.problems(config)
-
-
-def _rope_problems(config: PreTrainedConfig) -> Iterator[ConfigProblem]:
-    known = ("default", *ROPE_INIT_FUNCTIONS)
-    parameters = config.rope_parameters or {}
-    rope_type = parameters.get("rope_type")
-    if rope_type not in known:
-        found = Absent() if rope_type is None else rope_type
-        yield model_problem("rope_parameters.rope_type", found, f"one of {', '.join(known)}", "correct config.json")
 
 
 def _mask_problems(config: PreTrainedConfig, family: ModelFamily) -> Iterator[ConfigProblem]:
@@ -171,5 +184,6 @@ def _mask_problems(config: PreTrainedConfig, family: ModelFamily) -> Iterator[Co
             f"{config.num_hidden_layers}, one per decoder layer",
             "correct config.json",
         )
-    if "sliding_attention" in kinds and not config.sliding_window:
+    window = config.sliding_window if "sliding_attention" in kinds else None
+    if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
         yield model_problem("sliding_window", config.sliding_window, "a window in tokens", "correct config.json")

@@ -79,7 +79,7 @@ def read_trace(path: str | PathLike[str], *, step: int | None = None) -> Timelin
                 where,
                 found=Absent(f"{span.compute} twice on rank {span.rank}"),
                 expected="each compute once in a step",
-                fix='give the events of each step their "args": {"step": ...}',
+                fix='give the events of each step their "args": {"step": 3}',
             )
         seen.add((span.rank, span.compute))
     chosen.sort(key=lambda span: (span.rank, span.start))

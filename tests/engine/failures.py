@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -119,6 +120,21 @@ def different_files(changes: dict[str, Any]) -> tuple[str, str, float]:
     if dist.get_rank() == 1:
         settings.update(changes)
     return outcome(lambda: toy_module(settings))
+
+
+def different_settings(cases: dict[str, dict[str, Any]]) -> dict[str, tuple[str, str, float]]:
+    """For each case the settings at dotted paths that the cloud's JSON has; what each rank is told."""
+    told = {}
+    for name, changes in cases.items():
+        settings = copy.deepcopy(config(layout(2, 2), timeout_s=10))
+        for path, value in changes.items() if dist.get_rank() == 1 else ():
+            *sections, last = path.split(".")
+            place = settings
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = value
+        told[name] = outcome(lambda settings=settings: toy_module(settings))  # type: ignore[misc]
+    return told
 
 
 def bad_configurations(rows: list[dict[str, Any]]) -> list[str]:

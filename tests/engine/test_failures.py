@@ -81,6 +81,37 @@ def test_sites_with_different_files_are_told_what_differs(
     assert fact in edge[1]
 
 
+def test_S87_hints_and_all_else_that_a_plan_follows_from_are_compared(
+    groups: GroupPool,
+) -> None:
+    named: dict[str, dict[str, Any]] = {
+        "ldt.link": {"ldt.link.latency_ms": 40},
+        "ldt.link of one site": {"ldt.link": {"bandwidth_mbps": 0}},
+        "ldt.link messages": {"ldt.link.message_mb": 3.5},
+        "ldt.schedule": {"ldt.schedule.measure_steps": 0},
+        "ldt.schedule hints": {"ldt.schedule.layer_forward_ms": 3},
+        "ldt.loss_reduction": {"ldt.loss_reduction": "micro_batch"},
+        "optimizer": {"optimizer.params.lr": 0.2},
+        "gradient_clipping": {"gradient_clipping": 0.5},
+        "zero_optimization": {"zero_optimization": {"stage": 1}},
+        "dataloader_drop_last": {"dataloader_drop_last": True},
+    }
+    free = {
+        "steps_per_print": {"steps_per_print": 7},
+        "timeout": {"ldt.timeout_s": 12.0},
+        "trace": {"ldt.trace": {"path": "nowhere", "steps": [900, 901]}},
+        "activation checkpoints": {"pipeline.activation_checkpoint_interval": 1},
+        "the same written in full": {"ldt.link": {"latency_ms": 20, "bandwidth_mbps": 1000.0, "message_mb": 1}},
+    }
+    edge, cloud = groups.run(2, TARGETS + "different_settings", {**named, **free}, deadline_s=60)
+    for name in named:
+        assert edge[name][:2] == cloud[name][:2]
+        assert edge[name][0] == "ConfigError", name
+        assert f"{name.partition(' ')[0]}: found edge " in edge[name][1]
+        assert edge[name][1].count("expected the same on both sites") == 1
+    assert {edge[name][0] for name in free} == {cloud[name][0] for name in free} == {"no error"}
+
+
 def test_equal_facts_are_no_difference() -> None:
     assert differences({"a": "1"}, {"a": "1"}) == []
     assert [problem.key for problem in differences({"a": "1", "b": "2"}, {"a": "1"})] == ["b"]
@@ -91,10 +122,12 @@ def test_every_bad_configuration_is_told_alike_on_all_ranks_before_any_process_g
     assert len(rows) >= 25
     wrong_world = config(layout(2, 2), num_domains=2)
     wrong_layers = config([[2, 2], [2, 0]])
+    text_for_false = {**config(layout(2, 2)), "optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": "false"}}}
     too_long = config(layout(2, 2), num_micro_batches=100_000)  # S91
-    wrong = [*rows, too_long, wrong_world, wrong_layers]
+    wrong = [*rows, text_for_false, too_long, wrong_world, wrong_layers]
     first, second = run_group(2, TARGETS + "bad_configurations", wrong, deadline_s=100)
     assert first == second
+    assert 'optimizer.params.nesterov: found "false", expected true or false' in first[-4]
     for (name, _, fragments), message in zip(BAD_CONFIGS, first, strict=False):
         for fragment in fragments:
             assert fragment in message, f"{name}: {message}"

@@ -194,3 +194,127 @@ def test_a_recipe_that_can_be_made_is_accepted(recipe: tuple[str, dict[str, Any]
     name, params = recipe
     job = load_config({**config(layout(2, 2), optimizer=None), "optimizer": {"type": name, "params": params}})
     assert list(recipe_problems(job)) == []
+
+
+def _optimizer(name: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": params}}
+
+
+def _scheduler(name: str, **params: Any) -> dict[str, Any]:
+    return {**_optimizer("SGD", lr=0.1), "scheduler": {"type": name, "params": params}}
+
+
+_NUMBER = "expected a number, without quotes"
+_FLAG = "expected true or false, without quotes"
+_WHOLE = "expected a whole number, without quotes, decimal point or exponent"
+WRONG_VALUES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nesterov is text": (_optimizer("SGD", momentum=0.9, nesterov="false"), "nesterov", f'found "false", {_FLAG}'),
+    "nesterov is a number": (_optimizer("SGD", momentum=0.9, nesterov=0), "nesterov", f"found 0, {_FLAG}"),
+    "lr is text": (_optimizer("SGD", lr="0.1"), "lr", f'found "0.1", {_NUMBER}'),
+    "lr is true": (_optimizer("SGD", lr=True), "lr", f"found true, {_NUMBER}"),
+    "lr is null": (_optimizer("SGD", lr=None), "lr", f"found null, {_NUMBER}"),
+    "lr is no number": (_optimizer("SGD", lr=float("nan")), "lr", f"found nan, {_NUMBER}"),
+    "lr is infinite": (_optimizer("AdamW", lr=float("inf")), "lr", f"found inf, {_NUMBER}"),
+    "lr is a list": (_optimizer("SGD", lr=[0.1]), "lr", f"found [0.1], {_NUMBER}"),
+    "lr is negative": (_optimizer("SGD", lr=-0.1), "lr", "found -0.1, expected a number >= 0"),
+    "lr of DeepSpeed's is text": (_optimizer("AdamW", lr="1e-4"), "lr", f'found "1e-4", {_NUMBER}'),
+    "lr of DeepSpeed's is negative": (_optimizer("Adam", lr=-1), "lr", "found -1, expected a number >= 0"),
+    "betas are text": (_optimizer("AdamW", betas=["0.9", "0.999"]), "betas", "expected a list of 2 numbers"),
+    "one beta is text": (
+        _optimizer("AdamW", torch_adam=True, betas=[0.9, "0.999"]),
+        "betas[1]",
+        'found "0.999", expected a list of 2 numbers',
+    ),
+    "one beta is missing": (_optimizer("AdamW", betas=[0.9]), "betas", "found [0.9], expected a list of 2 numbers"),
+    "one beta is a boolean": (_optimizer("AdamW", betas=[True, 0.9]), "betas[0]", "found true, expected a list of 2"),
+    "beta of 1": (_optimizer("Lion", betas=[0.9, 1.0]), "betas[1]", "found 1.0, expected a number >= 0 and < 1"),
+    "eps of null": (_optimizer("AdamW", eps=None), "eps", f"found null, {_NUMBER}"),
+    "weight decay is text": (_optimizer("Lamb", weight_decay="0"), "weight_decay", f'found "0", {_NUMBER}'),
+    "amsgrad is text": (_optimizer("AdamW", torch_adam=True, amsgrad="no"), "amsgrad", f'found "no", {_FLAG}'),
+    "amsgrad of DeepSpeed's": (_optimizer("AdamW", amsgrad=True), "amsgrad", '"torch_adam": true'),
+    "switch is text": (_optimizer("AdamW", torch_adam="true"), "torch_adam", f'found "true", {_FLAG}'),
+    "mode is text": (
+        _optimizer("Adam", torch_adam=True, adam_w_mode="false"),
+        "adam_w_mode",
+        f'found "false", {_FLAG}',
+    ),
+    "mode is ignored": (_optimizer("AdamW", torch_adam=True, adam_w_mode=False), "adam_w_mode", '"type": "Adam"'),
+    "states is text": (_optimizer("Adam", fp32_optimizer_states="yes"), "fp32_optimizer_states", f'"yes", {_FLAG}'),
+    "foreach is a number": (_optimizer("SGD", foreach=1), "foreach", f"found 1, {_FLAG} or null"),
+    "nesterov without momentum": (_optimizer("SGD", nesterov=True), "nesterov", "Nesterov momentum requires"),
+    "rho out of range": (_optimizer("Adadelta", rho=2), "rho", "Invalid rho value: 2"),
+    "etas the wrong way": (_optimizer("Rprop", etas=[1.5, 0.5]), "etas", "Invalid eta values"),
+    "unknown to DeepSpeed's": (_optimizer("AdamW", fused=True), "fused", "expected one of the keys of FusedAdam"),
+    "steps are text": (_scheduler("WarmupLR", warmup_num_steps="10"), "warmup_num_steps", f'found "10", {_WHOLE}'),
+    "steps have a point": (_scheduler("WarmupLR", warmup_num_steps=1e3), "warmup_num_steps", f"1000.0, {_WHOLE}"),
+    "steps are true": (_scheduler("StepLR", step_size=True), "step_size", f"found true, {_WHOLE}"),
+    "no steps": (_scheduler("StepLR", step_size=0), "", "StepLR says: integer modulo by zero"),
+    "maximum is text": (_scheduler("WarmupLR", warmup_max_lr="0.1"), "warmup_max_lr", f'found "0.1", {_NUMBER}'),
+    "a maximum of several": (_scheduler("WarmupLR", warmup_max_lr=[0.1, "0.1"]), "warmup_max_lr[1]", '"0.1"'),
+    "kind of warm-up": (_scheduler("WarmupLR", warmup_type="liner"), "warmup_type", 'expected one of "log", "linear"'),
+    "cycle is text": (
+        _scheduler("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_momentum="false"),
+        "cycle_momentum",
+        f'found "false", {_FLAG}',
+    ),
+    "second step is text": (
+        _scheduler("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_second_step_size="5"),
+        "cycle_second_step_size",
+        f'found "5", {_NUMBER}',
+    ),
+    "momentum that is not there": (
+        {**_scheduler("OneCycleLR", max_lr=0.1, total_steps=9), **_optimizer("Adagrad")},
+        "",
+        "optimizer must support momentum",
+    ),
+    "milestones are text": (
+        _scheduler("MultiStepLR", milestones=["1"]),
+        "milestones[0]",
+        "expected a list of numbers",
+    ),
+    "anneal": (_scheduler("OneCycleLR", max_lr=1, anneal_strategy="x"), "anneal_strategy", 'one of "cos", "linear"'),
+    "function": (_scheduler("LambdaLR", lr_lambda="lambda e: 1"), "lr_lambda", "which JSON cannot hold"),
+    "schedulers": (_scheduler("SequentialLR", schedulers=["StepLR"], milestones=[1]), "schedulers[0]", "a list"),
+    "negative rates": (_scheduler("ExponentialLR", gamma=-0.5), "", "gives step 2 a learning rate of -0.05"),
+    "negative warm-up": (_scheduler("WarmupLR", warmup_max_lr=-1.0, warmup_type="linear"), "", "learning rate of -"),
+    "no initial rate": (_scheduler("StepLR", step_size=1, last_epoch=5), "", "initial_lr"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_S80_a_value_that_does_not_fit_the_signature_names_its_setting(name: str) -> None:
+    changes, key, text = WRONG_VALUES[name]
+    job = load_config({**config(layout(2, 2), optimizer=None), **changes})
+    (problem,) = recipe_problems(job)
+    section = "scheduler" if "scheduler" in changes else "optimizer"
+    assert problem.key == f"{section}.params" + (f".{key}" if key else "")
+    assert text in str(problem)
+    assert problem.fix
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(_scheduler(name, **params) for name, params in SCHEDULERS),
+        _optimizer("SGD", lr=1, momentum=0, nesterov=False, foreach=None, weight_decay=0),
+        _optimizer(
+            "AdamW", lr=1, betas=(0, 0.999), eps=1, weight_decay=0, adam_w_mode=True, fp32_optimizer_states=True
+        ),
+        _optimizer("Adam", torch_adam=True, amsgrad=True, foreach=False, fused=False),
+        _optimizer("Adafactor", eps=[None, 1e-3]),
+        _optimizer("Lamb", max_coeff=10, bias_correction=False),
+        _optimizer("Lion", betas=[0.9, 0.99]),
+        _scheduler("WarmupLR", warmup_max_lr=[0.1, 0.2], warmup_min_lr=[0, 0]),
+        _scheduler("OneCycleLR", max_lr=0.1, total_steps=9, cycle_momentum=False),
+        _scheduler("MultiStepLR", milestones=[1, 2], gamma=1),
+        _scheduler("LambdaLR", lr_lambda=lambda step: 1 / (1 + step)),
+        {
+            **_optimizer("AdamW", lr=0.1),
+            "scheduler": {"type": "OneCycle", "params": dict(cycle_min_lr=0.1, cycle_max_lr=1)},
+        },
+        {"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 10}}},
+    ],
+)
+def test_S80_values_that_fit_are_accepted(changes: dict[str, Any]) -> None:
+    job = load_config({**config(layout(2, 2), optimizer=None), **changes})
+    assert list(recipe_problems(job)) == []

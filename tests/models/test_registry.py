@@ -93,3 +93,116 @@ def test_exposed_edge_is_refused_unless_allowed(matrix: list[list[int]]) -> None
     with pytest.raises(ConfigError, match="allow_exposed_edge"):
         layout_of(matrix, config, allow_exposed_edge=False)
     assert layout_of(matrix, config, allow_exposed_edge=True).num_layers == 8
+
+
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+# What a config.json says -> the family, the key that the error names, and part of its text.
+BAD_VALUES: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    **{
+        f"S90 {kind} in {family}": (
+            family,
+            {"rope_parameters": {**_ROPE, "rope_type": kind}},
+            "rope_parameters.rope_type",
+            f'found "{kind}", expected one of default, linear',
+        )
+        for kind in ("su", "mrope", "axial", "YARN")
+        for family in ("llama", "qwen2")
+    },
+    "S90 su as files wrote it": (
+        "llama",
+        {"rope_parameters": None, "rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}},
+        "rope_parameters.rope_type",
+        'found "su"',
+    ),
+    "S90 mrope as files wrote it": (
+        "qwen2",
+        {"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}},
+        "rope_parameters.rope_type",
+        'found "mrope"',
+    ),
+    "S90 by kind of layer": ("qwen3", {"rope_parameters": {"full_attention": _ROPE}}, "rope_parameters", "one set"),
+    "rope without a factor": ("llama", {"rope_parameters": {**_ROPE, "rope_type": "linear"}}, "model", "{'factor'}"),
+    "factor is text": (
+        "llama",
+        {"rope_parameters": {**_ROPE, "rope_type": "linear", "factor": "2"}},
+        "rope_parameters.factor",
+        'found "2", expected a number > 0',
+    ),
+    "theta is text": (
+        "mistral",
+        {"rope_parameters": {**_ROPE, "rope_theta": "1e4"}},
+        "rope_parameters.rope_theta",
+        "",
+    ),
+    "S67 padding beyond the vocabulary": ("llama", {"pad_token_id": 61}, "pad_token_id", "found 61, expected a token"),
+    "S67 padding far below it": ("qwen2", {"pad_token_id": -62}, "pad_token_id", "0 to 60 (vocab_size = 61)"),
+    "S67 padding is text": ("qwen3", {"pad_token_id": "0"}, "pad_token_id", 'found "0"'),
+    "heads that do not divide": (
+        "llama",
+        {"num_key_value_heads": 3},
+        "num_key_value_heads",
+        "num_attention_heads = 4",
+    ),
+    "more heads of keys": ("mistral", {"num_key_value_heads": 8}, "num_key_value_heads", "found 8"),
+    "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads", "a whole number >= 1"),
+    "no heads of keys": ("qwen2", {"num_key_value_heads": 0}, "num_key_value_heads", "a whole number >= 1"),
+    "hidden size of no head": ("qwen2", {"hidden_size": 23}, "num_attention_heads", "a divisor of hidden_size = 23"),
+    "odd heads": ("qwen3", {"head_dim": 7}, "head_dim", "found 7, expected an even number"),
+    "negative heads": ("qwen3", {"head_dim": -2}, "head_dim", "a whole number >= 1"),
+    "heads of null": ("qwen2", {"head_dim": None}, "config.json", "TypeError: unsupported operand"),
+    "activation": ("llama", {"hidden_act": "gelux"}, "hidden_act", 'found "gelux", expected one of gelu'),
+    "dropout is text": ("qwen2", {"attention_dropout": "0.1"}, "attention_dropout", "a number >= 0 and < 1"),
+    "dropout of 2": ("mistral", {"attention_dropout": 2.0}, "attention_dropout", "a number >= 0 and < 1"),
+    "epsilon": ("llama", {"rms_norm_eps": -1.0}, "rms_norm_eps", "a number > 0"),
+    "no vocabulary": ("qwen3", {"vocab_size": 0}, "vocab_size", "a whole number >= 1"),
+    "inner size": ("mistral", {"intermediate_size": -1}, "intermediate_size", "a whole number >= 1"),
+    "too few kinds of layers": ("qwen2", {"layer_types": ["full_attention"]}, "model", "num_hidden_layers` (3)"),
+    "window": ("mistral", {"sliding_window": -4}, "sliding_window", "found -4, expected a window in tokens"),
+    "layers is text": ("llama", {"num_hidden_layers": "3"}, "model", "Field 'num_hidden_layers' expected int"),
+    "boolean is text": ("llama", {"tie_word_embeddings": "false"}, "model", "Field 'tie_word_embeddings'"),
+}
+
+
+def _written(family: str, changes: dict[str, Any], directory: Path) -> PreTrainedConfig:
+    """The config of a family as a file that somebody has edited."""
+    content = {**tiny_config(family).to_dict(), **changes}
+    if content["rope_parameters"] is None:
+        del content["rope_parameters"]
+    (directory / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return read_hf_config(directory)
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_S67_S90_a_value_that_no_layer_can_be_built_with_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    family, changes, key, fragment = BAD_VALUES[name]
+    with pytest.raises(ConfigError) as raised:
+        build_layers(_written(family, changes, tmp_path))
+    assert key.removeprefix("model.") in {p.key.removeprefix("model.") for p in raised.value.problems}
+    assert fragment in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pad_token_id": None},
+        {"pad_token_id": -1},
+        {"pad_token_id": 60},
+        {"num_key_value_heads": 4},
+        {"attention_dropout": 0.1},
+        {"eos_token_id": [2, 3]},
+        {"rope_parameters": {**_ROPE, "rope_type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": {**_ROPE, "rope_type": "linear", "factor": 2}},
+    ],
+)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_S67_values_that_transformers_takes_are_taken(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    config = _written(family, changes, tmp_path)
+    embedding = build_layers(config)[0].build()
+    assert embedding.padding_idx == family_of(config).model_class(config).model.embed_tokens.padding_idx
+
+
+def test_what_is_only_found_by_building_is_refused_too() -> None:
+    config = tiny_config("llama")
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4}  # as a script may write it, unchecked
+    with pytest.raises(ConfigError, match=r"model\.config\.json: found values with which .*KeyError: 'factor'"):
+        build_layers(config)
