@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.logging import print_dist
 
 from ds_ldt.config import JobConfig, load_config
-from ds_ldt.coverage import agree_that_all_have_one, given_parameters
+from ds_ldt.coverage import agree_on_arguments, agree_that_all_have_one, argument_problems, given_parameters
 from ds_ldt.engine import LDTPipelineEngine
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.launch import prepare_environment
@@ -73,7 +73,7 @@ def initialize(
         ConfigError: an argument is not accepted, ``config`` differs from the module's, or the module has an engine; on
             every rank: the optimizer of some rank lacks a parameter that is trained, or holds one that is not the
             module's; some rank cannot write where the configuration says (``ldt.trace``, ``ldt.measured_costs``,
-            tensorboard, csv_monitor).
+            tensorboard, csv_monitor), or was given an object that cannot be what it is passed for.
     """
     _refuse(
         distributed_port=distributed_port,
@@ -93,6 +93,10 @@ def initialize(
 
     _check_open(model)
     grid = model.mpu()
+    given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "collate_fn": collate_fn}
+    given |= {"model_parameters": model_parameters, "training_data": training_data if grid.site == "edge" else None}
+    scheduler_params = model.job.deepspeed.get("scheduler", {}).get("params", {})
+    agree_on_arguments(list(argument_problems(given, scheduler_params)), grid)
     check_together(output_paths_of(model.job, grid.global_rank), grid, what="ds_ldt.initialize (output paths)")
     model.inject_adapters()
     agree_that_all_have_one(bool(optimizer or model.job.deepspeed.get("optimizer", {}).get("type")), grid)

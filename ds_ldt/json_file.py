@@ -27,7 +27,7 @@ def read_json(path: str | PathLike[str]) -> dict[str, Any]:
     """
     where = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError.of(
             f"config file {where}", found=Absent("bytes that are not UTF-8"), expected="JSON", fix="save it as UTF-8"
@@ -48,6 +48,8 @@ def read_json(path: str | PathLike[str]) -> dict[str, Any]:
         raise _not_json(where, f"the key {error} more than once in one object", "keep one of them") from None
     except _NotANumberError as error:
         raise _not_json(where, f"the constant {error}", "write a number") from None
+    except ValueError as error:  # Python reads no whole number of thousands of digits
+        raise _not_json(where, f"a number that cannot be read: {error}".split(";")[0], "write a smaller one") from None
     except RecursionError:
         raise _not_json(where, "objects nested too deeply to be read", "remove the nesting") from None
     if not isinstance(content, dict):

@@ -63,6 +63,7 @@ class ImageTextProcessor(Qwen2_5_VLProcessor):
             for names, what in ((_PROCESSOR_FILES, "image processor"), (TOKENIZER_FILES, "tokenizer")):
                 check_directory_with(directory, names, what=what, setting="processor")
         options.setdefault("local_files_only", not allow_download)
+        options.setdefault("trust_remote_code", False)  # else transformers may ask on the terminal
         try:
             processor: Self = super().from_pretrained(str(directory), **options)
         except Exception as error:  # as for tokenizers, transformers raises many types
