@@ -10,7 +10,9 @@ With --adapter what `ldt.lora` trained becomes an adapter directory of PEFT; wit
 weights of MODEL with the adapter merged in.
 
 EDGE and CLOUD are directories written by hf_to_ds_ldt.py, or checkpoint directories of the engine (the tag that their
-`latest` file names is read). Run it where both are at hand, as a rule on the edge: the result is the whole model.
+`latest` file names is read), or tag directories in those. They have to be of one save, or converted from one model.
+MODEL has to be the model that was trained. Run it where both halves are at hand, as a rule on the edge: the result is
+the whole model.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--hf-config", metavar="DIR", help="directory with config.json and tokenizer (default: that of the edge)"
     )
     parser.add_argument(
-        "--max-shard-size", default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE", help="e.g. 5GB (default: %(default)s)"
+        "--max-shard-size", metavar="SIZE", help=f"largest file of weights (default: {DEFAULT_MAX_SHARD_SIZE})"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the model that the directory holds")
     kind = parser.add_mutually_exclusive_group()
@@ -47,16 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.adapter or options.merge) and options.hf_config is None:
         parser.error("--adapter and --merge need --hf-config, the base model")
+    if options.adapter and options.max_shard_size is not None:
+        parser.error("--max-shard-size has no meaning with --adapter: PEFT reads one file")
+    shard_size = options.max_shard_size or DEFAULT_MAX_SHARD_SIZE
     try:
         if options.adapter or options.merge:
-            print(f"wrote {_write_adapter(options)} to {options.out}")
+            print(f"wrote {_write_adapter(options, shard_size)} to {options.out}")
             return 0
         names = convert_to_hf(
             options.edge,
             options.cloud,
             options.out,
             hf_config=options.hf_config,
-            max_shard_size=options.max_shard_size,
+            max_shard_size=shard_size,
             overwrite=options.overwrite,
         )
     except (LDTError, OSError) as error:
@@ -66,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write_adapter(options: argparse.Namespace) -> str:
+def _write_adapter(options: argparse.Namespace, shard_size: str) -> str:
     """Write the adapter, or the model with it; return what was written."""
     sites = {"edge": options.edge, "cloud": options.cloud, "hf_config": options.hf_config}
     if options.adapter:
@@ -74,7 +79,7 @@ def _write_adapter(options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as folder:
         adapter = Path(folder, "adapter")
         export_adapter(**sites, out=adapter)
-        merge_adapter(options.hf_config, adapter, options.out, overwrite=options.overwrite)
+        merge_adapter(options.hf_config, adapter, options.out, max_shard_size=shard_size, overwrite=options.overwrite)
     return "the model with the adapter merged in"
 
 

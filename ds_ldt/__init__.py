@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ds_ldt.engine import LDTPipelineEngine
     from ds_ldt.errors import CheckpointError, ConfigError, LDTError, LinkError, PrivacyError, ScheduleError
     from ds_ldt.module import LDTPipelineModule
+    from ds_ldt.preparation import preparing_data
     from ds_ldt.saver import Saver
     from ds_ldt.wire import WireSchema, WireTensor
 
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 # Public name -> module that defines it.
 _HOMES = {
     "initialize": "ds_ldt.api",
+    "preparing_data": "ds_ldt.preparation",
     "site_of_this_rank": "ds_ldt.api",
     "Saver": "ds_ldt.saver",
     "LDTPipelineModule": "ds_ldt.module",
@@ -65,6 +67,7 @@ __all__ = [
     "initialize",
     "load_config",
     "models",
+    "preparing_data",
     "site_of_this_rank",
 ]
 

@@ -74,6 +74,8 @@ def initialize(
             every rank: the optimizer of some rank lacks a parameter that is trained, or holds one that is not the
             module's; some rank cannot write where the configuration says (``ldt.trace``, ``ldt.measured_costs``,
             tensorboard, csv_monitor), or was given an object that cannot be what it is passed for.
+        LinkError: a rank did not call it within ``ldt.timeout_s``; it is named. Ranks that prepare their data are
+            waited for longer (see :func:`ds_ldt.preparing_data`).
     """
     _refuse(
         distributed_port=distributed_port,
@@ -93,6 +95,7 @@ def initialize(
 
     _check_open(model)
     grid = model.mpu()
+    grid.gather("ds_ldt.initialize")
     given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "collate_fn": collate_fn}
     given |= {"model_parameters": model_parameters, "training_data": training_data if grid.site == "edge" else None}
     scheduler_params = model.job.deepspeed.get("scheduler", {}).get("params", {})

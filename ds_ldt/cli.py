@@ -41,6 +41,7 @@ from ds_ldt.plan.simulate import for_all_replicas
 from ds_ldt.plan.size import num_computes
 from ds_ldt.plan.trace import read_trace
 from ds_ldt.progress import Progress
+from ds_ldt.reach import exit_past_helpers
 from ds_ldt.trained import describe_layers, gradient_boundaries, trained_layers
 
 _SHOWN_DIFFERENCES = 10
@@ -78,6 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--model is for --memory")
     if options.command == "draw" and options.config is None and options.trace is None:
         parser.error("draw needs a configuration, a --trace, or both")
+    status = _run(options)
+    if arguments is None:
+        exit_past_helpers(status)
+    return status
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         sys.stdout.write(_COMMANDS[options.command](options))
         sys.stdout.flush()

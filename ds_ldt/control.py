@@ -21,8 +21,9 @@ from ds_ldt.announcement import (
     malformed,
 )
 from ds_ldt.errors import LinkError
-from ds_ldt.outbox import close_posted, kept, silent_or_gone, wait_within
+from ds_ldt.outbox import close_posted, has_timed_out, kept, silent_or_gone, wait_within
 from ds_ldt.streams import StreamGroups
+from ds_ldt.waits import Wait
 from ds_ldt.wire import WireGuard
 
 _HEAD_TAG, _OVERFLOW_TAG = 0, 1
@@ -163,9 +164,18 @@ class ControlLink:
             raise
         except RuntimeError as error:
             what, hint = silent_or_gone(peer, error)
-            raise LinkError(
+            waited_s = time.monotonic() - begin
+            wait = Wait(
+                rank=self._rank,
+                peers=(peer,),
+                doing=f"announcement of step {step.step}, {step.kind.call}",
+                seconds=waited_s,
+                closed=not has_timed_out(error),
+            )
+            text = (
                 f"rank {self._rank}: {what}. This rank is in {step.kind.call}, step {step.step}, domain "
-                f"{step.domain}, and waited {time.monotonic() - begin:.1f} s {doing} rank {peer} (ldt.timeout_s = "
+                f"{step.domain}, and waited {waited_s:.1f} s {doing} rank {peer} (ldt.timeout_s = "
                 f"{self._timeout_s:g}). Every rank of both sites has to make the same calls in the same order. {hint} "
                 f"Cause: {error}"
-            ) from error
+            )
+            raise LinkError.of(wait, text) from error

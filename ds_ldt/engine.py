@@ -29,6 +29,7 @@ from ds_ldt.announcement import StepKind
 from ds_ldt.coverage import agree_on_coverage
 from ds_ldt.data import TrainingData, build_training_data
 from ds_ldt.deferred import WeightLedger
+from ds_ldt.diagnosis import diagnosed
 from ds_ldt.dropout import Place, rng_untouched
 from ds_ldt.errors import ConfigError, LinkError, end_inside_a_step
 from ds_ldt.evaluation import evaluating
@@ -659,25 +660,31 @@ class LDTPipelineEngine(PipelineEngine):
         for buffers in (self._inputs, self._outputs, self._output_grads, self._losses, self._results):
             buffers.clear()
         self._owed.clear()
-        self._step = self.intake.open(
-            plan,
-            self.data_iterator,
-            kind=kind or (StepKind.TRAIN if plan.training else StepKind.EVAL),
-            with_loss=self._compute_loss,
-        )
-        try:
-            self.transport.begin_step(self.intake.receives(self._step), self.intake.opening(self._step))
-            observed = self._observer.watching(
-                self._INSTRUCTION_MAP, self._step, number=self.global_steps + 1, payloads=self._payloads
+        with diagnosed(self.grid):
+            self._step = self.intake.open(
+                plan,
+                self.data_iterator,
+                kind=kind or (StepKind.TRAIN if plan.training else StepKind.EVAL),
+                with_loss=self._compute_loss,
             )
-            with observed as handlers, rng_untouched():
-                self._execute(pipe_schedule, handlers)
-            self.transport.end_step()
+        try:
+            with diagnosed(self.grid):
+                self._run_step(pipe_schedule)
         except BaseException as error:
             self.transport.abort()  # peers wait for messages that will not come: let them fail now
             if isinstance(error, StopIteration):
                 raise end_inside_a_step(error) from error
             raise
+
+    def _run_step(self, pipe_schedule: LDTSchedule) -> None:
+        """Post the receives of the step that is open, execute its instructions, and see what was sent received."""
+        self.transport.begin_step(self.intake.receives(self._current), self.intake.opening(self._current))
+        observed = self._observer.watching(
+            self._INSTRUCTION_MAP, self._current, number=self.global_steps + 1, payloads=self._payloads
+        )
+        with observed as handlers, rng_untouched():
+            self._execute(pipe_schedule, handlers)
+        self.transport.end_step()
 
     def _execute(self, pipe_schedule: LDTSchedule, handlers: Handlers) -> None:
         """Do what the parent does for each instruction, without binding every handler anew."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from ds_ldt.waits import Wait
 
 _SHOWN_CHARACTERS = 120
 
@@ -23,7 +26,21 @@ class PrivacyError(LDTError):
 
 
 class LinkError(LDTError, RuntimeError):
-    """A message did not come, came malformed, or its peer is gone."""
+    """A message did not come, came malformed, or its peer is gone.
+
+    Attributes:
+        wait: The wait that failed, until the other ranks have been asked about theirs; None if there is none to ask
+            about.
+    """
+
+    wait: Wait | None = None
+
+    @classmethod
+    def of(cls, wait: Wait, text: str) -> LinkError:
+        """Build the error for a wait that failed."""
+        error = cls(text)
+        error.wait = wait
+        return error
 
 
 class CheckpointError(LDTError):

@@ -10,13 +10,17 @@ import contextlib
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
 from ds_ldt.errors import LinkError
+from ds_ldt.rendezvous import gather_in_call
 from ds_ldt.topology import RankMap
+
+_NUMBERS = count(1)
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
@@ -77,6 +81,9 @@ class LDTPipelineGrid(PipelineParallelGrid):
     Args:
         topology: where each rank sits.
         timeout_s: how long a collective may take, in seconds.
+
+    Attributes:
+        number: tells this grid from others of the same processes; the same on every rank.
     """
 
     def __init__(self, topology: LDTTopology, *, timeout_s: float) -> None:
@@ -85,6 +92,7 @@ class LDTPipelineGrid(PipelineParallelGrid):
         self._topo = topology
         self.rank_map = topology.rank_map
         self.timeout_s = timeout_s
+        self.number = next(_NUMBERS)
         self.data_parallel_size = self.rank_map.cloud_data_parallel_size
         self.pipe_parallel_size = self.rank_map.num_stages
         self.model_parallel_size = max(topology.get_dim("model"), 1)
@@ -165,6 +173,18 @@ class LDTPipelineGrid(PipelineParallelGrid):
         self._closed = True
         groups, self._groups = self._groups, {}
         destroy_groups(dict.fromkeys(groups.values()))
+
+    def gather(self, call: str) -> None:
+        """Wait until every rank of both sites has come to a call; for one that prepares its data, as long as it does.
+
+        Args:
+            call: its name, for messages.
+
+        Raises:
+            LinkError: a rank did not come within ``timeout_s``; it is named.
+        """
+        sites = self.rank_map.sites
+        gather_in_call(dist, call=call, number=self.number, timeout_s=self.timeout_s, sites=sites)
 
     @property
     def domains(self) -> range:

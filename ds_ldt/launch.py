@@ -12,13 +12,14 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from ds_ldt.build_locks import leave_out_shared_memory_op, ops_of, wait_for_locks
 from ds_ldt.errors import ConfigError, LinkError
+from ds_ldt.reach import local_end
+from ds_ldt.rendezvous import LaunchEnvironment, gather_at_start
 
 logger = logging.getLogger(__name__)
 
@@ -30,25 +31,6 @@ _LAUNCHER = (
     "start each site with the `deepspeed` launcher (deepspeed --no_ssh --node_rank=K --hostfile FILE --master_addr "
     "HOST --master_port PORT script.py ...), as examples/run_edge.sh and examples/run_cloud.sh do"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchEnvironment:
-    """Who this process is and where all of them meet, as the launcher says.
-
-    Attributes:
-        rank: Global rank, edge ranks first.
-        world_size: Number of processes of both sites.
-        local_rank: Number of this process among those on its machine.
-        master_addr: Host of rank 0.
-        master_port: TCP port on that host.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    master_addr: str
-    master_port: int
 
 
 class Accelerator(Protocol):
@@ -193,20 +175,26 @@ def check_backend(accelerator: Accelerator, backend_config: str) -> None:
         )
 
 
-def init_distributed(timeout_s: float, *, deepspeed_config: Mapping[str, Any] | None = None) -> LaunchEnvironment:
-    """Start DeepSpeed's communication layer over all ranks of both sites; harmless when it runs already.
+def init_distributed(
+    timeout_s: float, *, deepspeed_config: Mapping[str, Any] | None = None, sites: Sequence[str] = ()
+) -> LaunchEnvironment:
+    """Start DeepSpeed's communication layer over all ranks of both sites, or join them in the one that runs already.
+
+    Every rank calls it. The ranks first meet in the store, which can tell who is missing, and wait for those that
+    prepare their data (see :func:`ds_ldt.preparing_data`).
 
     Args:
         timeout_s: Longest wait in seconds for the other ranks, and for a build of an operator that is going on. It
             also becomes the timeout of the world group.
         deepspeed_config: The DeepSpeed JSON; its optimizer says which compiled operators this run will need.
+        sites: Site of each rank, for messages.
 
     Returns:
         Who this process is.
 
     Raises:
-        ConfigError: If the launch environment or the backend cannot work, or a needed operator stays locked.
-        LinkError: If the ranks do not all meet within `timeout_s`.
+        ConfigError: If the launch environment, the port or the backend cannot work, or a needed operator stays locked.
+        LinkError: If the ranks do not all meet within `timeout_s`; who is missing is named.
     """
     launched = prepare_environment()
     import deepspeed
@@ -222,6 +210,7 @@ def init_distributed(timeout_s: float, *, deepspeed_config: Mapping[str, Any] | 
     if accelerator.device_name() == "cpu":
         leave_out_shared_memory_op()
     wait_for_locks(ops_of(deepspeed_config or {}), timeout_s=timeout_s)
+    gather_at_start(launched, distributed, timeout_s=timeout_s, sites=sites)
     try:
         deepspeed.init_distributed(
             dist_backend=backend,
@@ -230,17 +219,19 @@ def init_distributed(timeout_s: float, *, deepspeed_config: Mapping[str, Any] | 
             verbose=False,
         )
     except (RuntimeError, OSError) as error:
-        raise _not_met(launched, timeout_s, error) from error
+        raise _not_connected(launched, timeout_s, error) from error
     return launched
 
 
-def _not_met(launched: LaunchEnvironment, timeout_s: float, error: Exception) -> LinkError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _not_connected(launched: LaunchEnvironment, timeout_s: float, error: Exception) -> LinkError:
+    cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    place = f"{launched.master_addr}:{launched.master_port}"
     return LinkError(
-        f"Rank {launched.rank} of {launched.world_size} did not meet the others at {launched.master_addr}:"
-        f"{launched.master_port} within {timeout_s:g} s (ldt.timeout_s): {reason}. Fix: check that both sites are "
-        "running with the same hostfile, address and port, that this port can be reached, and that GLOO_SOCKET_IFNAME "
-        "names the interface that leads to the other site."
+        f"Rank {launched.rank} of {launched.world_size} did not meet the others at {place} within {timeout_s:g} s "
+        f"(ldt.timeout_s): all ranks came there, but the connections between them were not made "
+        f"({local_end(launched.master_addr, launched.master_port)}): {cause}. Fix: look for an earlier error of "
+        "another rank; name with GLOO_SOCKET_IFNAME, on both sites, the interface that leads to the other one; let "
+        "every TCP port through between them, for gloo opens further ones."
     )
 
 

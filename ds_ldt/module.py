@@ -149,8 +149,9 @@ class LDTPipelineModule(PipelineModule):
 
     def _meet(self, base_seed: int) -> str:
         """Join the ranks of both sites, make sure that all mean the same job, and return the identity of the run."""
-        init_distributed(timeout_s=self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed)
-        self._topo = LDTTopology(RankMap.from_config(self.job))
+        rank_map = RankMap.from_config(self.job)
+        init_distributed(self.job.ldt.timeout_s, deepspeed_config=self.job.deepspeed, sites=rank_map.sites)
+        self._topo = LDTTopology(rank_map)
         self._grid = LDTPipelineGrid(self._topo, timeout_s=self.job.ldt.timeout_s)
         return agree(
             self.job,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ds_ldt.errors import LinkError
 from ds_ldt.plan import Channel
+from ds_ldt.waits import Wait
 
 _MARGIN_S = 5.0
 """What a drain allows on top of the timeout of the send it waits for, so that the send's own error comes first."""
@@ -77,9 +78,14 @@ def close_posted(works: Iterable[dist.Work]) -> None:
             work.wait(timedelta(milliseconds=1))
 
 
+def has_timed_out(error: Exception) -> bool:
+    """Whether a wait that failed ran out of time; else the connection was closed."""
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
 def silent_or_gone(peer: int, error: Exception) -> tuple[str, str]:
     """What a failed wait says about the peer, and what the user can do about it."""
-    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+    if has_timed_out(error):
         return (
             f"rank {peer} was silent",
             "Raise ldt.timeout_s if the peer is only slow; else look at its log: it may be stuck or in another call.",
@@ -103,11 +109,20 @@ def link_failure(
     sends = channel.source == rank
     peer = channel.destination if sends else channel.source
     what, hint = silent_or_gone(peer, error)
-    return LinkError(
+    message = f"micro_batch {micro_batch} of the {channel}"
+    wait = Wait(
+        rank=rank,
+        peers=(peer,),
+        doing=f"to {'send' if sends else 'receive'} {message}",
+        seconds=waited_s,
+        closed=not has_timed_out(error),
+    )
+    text = (
         f"rank {rank}: {what} while this rank waited {waited_s:.1f} s "
-        f"{'for it to take' if sends else 'to receive from it'} micro_batch {micro_batch} of the {channel} "
+        f"{'for it to take' if sends else 'to receive from it'} {message} "
         f"(ldt.timeout_s = {timeout_s:g}). {hint} Cause: {error}"
     )
+    return LinkError.of(wait, text)
 
 
 class Outbox:

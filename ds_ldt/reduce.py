@@ -8,6 +8,7 @@ over E.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_ldt.diagnosis import diagnosed
 from ds_ldt.errors import LinkError
 from ds_ldt.grid import LDTPipelineGrid
+from ds_ldt.outbox import has_timed_out
 from ds_ldt.summary import StepSummary
+from ds_ldt.waits import Wait
 
 MAX_TEXT_BYTES = 8192
 """Longest text that the sites can exchange, in bytes of UTF-8."""
@@ -33,17 +37,27 @@ def bounded(what: str, grid: LDTPipelineGrid) -> Iterator[None]:
         grid: names this rank and the time allowed.
 
     Raises:
-        LinkError: a collective inside failed or ran into ``ldt.timeout_s``.
+        LinkError: a collective inside failed or ran into ``ldt.timeout_s``; it names who was silent first.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, LinkError):
-            raise
-        raise LinkError(
-            f"rank {grid.global_rank} (stage {grid.stage_id}, {grid.site}): {what} failed within "
-            f"ldt.timeout_s = {grid.timeout_s} s: {error}. Did every rank of both sites call it?"
-        ) from error
+    begin = time.monotonic()
+    with diagnosed(grid):
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, LinkError):
+                raise
+            wait = Wait(
+                rank=grid.global_rank,
+                peers=tuple(rank for rank in range(grid.world_size) if rank != grid.global_rank),
+                doing=f"in {what}",
+                seconds=time.monotonic() - begin,
+                closed=not has_timed_out(error),
+            )
+            text = (
+                f"rank {grid.global_rank} (stage {grid.stage_id}, {grid.site}): {what} failed within "
+                f"ldt.timeout_s = {grid.timeout_s} s: {error}. Did every rank of both sites call it?"
+            )
+            raise LinkError.of(wait, text) from error
 
 
 def scale_for_slice(gradients: Iterable[Tensor], *, slice_size: int, loss_scale: float = 1.0) -> None:

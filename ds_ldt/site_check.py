@@ -7,19 +7,16 @@ a job on CPUs sends its messages over, and on CPUs whatever the accelerator is.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import socket
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
 
 import deepspeed
 import torch
@@ -35,9 +32,9 @@ from ds_ldt.errors import Absent, ConfigError, ConfigProblem, LinkError
 from ds_ldt.launch import choose_backend, choose_interface
 from ds_ldt.link_probe import Line, answer_probe, probe
 from ds_ldt.plan import Plan
+from ds_ldt.reach import claim, greet, local_end, reason, wait_for_store, within
+from ds_ldt.rendezvous import port_forbidden, port_in_use
 from ds_ldt.site_report import MeasuredLink, Site, SiteFacts, SiteReport, read_facts
-
-T = TypeVar("T")
 
 _PREFIX = "ds_ldt_check"
 _ARRIVED = f"{_PREFIX}/arrived"
@@ -93,10 +90,14 @@ class _Gathering:
 
     def leave(self, site: Site) -> None:
         """Say that this process needs the store no longer; who holds it waits for the other to say so."""
-        with suppress(RuntimeError):
+
+        def say() -> None:
             self.store.set(f"{_PREFIX}/done/{self.number}", "")
             if site == "edge":
                 self.store.wait([f"{_PREFIX}/done/{3 - self.number}"], timedelta(seconds=_LEAVE_S))
+
+        with suppress(RuntimeError, TimeoutError):
+            within(2 * _LEAVE_S, say)
 
 
 def facts_of(job: JobConfig, plan: Plan, site: Site) -> SiteFacts:
@@ -156,7 +157,10 @@ def check_sites(mine: SiteFacts, where: Meeting) -> SiteReport:
     """
     choose_interface(where.master_addr, os.environ)
     _check_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-    gathering = _within(where.timeout_s + _GRACE_S, lambda: _meet(mine, where), otherwise=_strange(where))
+    try:
+        gathering = within(where.timeout_s + _GRACE_S, lambda: _meet(mine, where))
+    except TimeoutError as error:
+        raise _silenced(where) from error
     try:
         theirs = read_facts(gathering.text)
         if theirs.site == mine.site:
@@ -233,26 +237,6 @@ def _check_interface(names: str) -> None:
 # --- meeting --------------------------------------------------------------------------------------------------------
 
 
-def _within(seconds: float, work: Callable[[], T], *, otherwise: LinkError) -> T:
-    """Return what some work returns, or raise if it takes too long.
-
-    Some waits of torch have no bound, and none of them lets an interrupt through: so it works in a thread apart.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return future.result(seconds)
-    except TimeoutError:
-        raise otherwise from None
-
-
 def _meet(mine: SiteFacts, where: Meeting) -> _Gathering:
     until = time.monotonic() + where.timeout_s
     store = _open_store(where)
@@ -276,27 +260,36 @@ def _meet(mine: SiteFacts, where: Meeting) -> _Gathering:
 def _open_store(where: Meeting) -> Store:
     """Listen on the edge, connect in the cloud."""
     try:
+        if where.site == "edge":
+            claim(where.master_addr, where.master_port, timeout_s=where.timeout_s)
+        else:
+            wait_for_store(where.master_addr, where.master_port, timeout_s=where.timeout_s)
+    except PermissionError as error:
+        raise port_forbidden("--master_port", where.master_port) from error
+    except OSError as error:
+        if where.site == "cloud":
+            raise _nobody_answers(where, error) from error
+        if error.errno != errno.EADDRINUSE:
+            raise _elsewhere(where, error) from error
+        return _store_of_another(where)
+    try:
         return _store(where, listen=where.site == "edge")
     except RuntimeError as error:
         if where.site == "cloud":
-            raise _nobody_listens(where) from error
+            raise _nobody_came(where) from error
         if "EADDRINUSE" not in str(error):
-            raise LinkError(
-                f"The edge did not reach its own address {where.place} within {where.timeout_s:g} s (--timeout_s). "
-                "Fix: --master_addr must be an address of the edge's machine under which both sites reach it; name "
-                "the same one on both."
-            ) from error
-    # Another process on this machine listens at this port: if it is a check too, both learn that both are edges.
-    with suppress(RuntimeError):
-        store = _within(_GRACE_S, lambda: _store(where, listen=False), otherwise=_strange(where))
+            raise
+        return _store_of_another(where)  # which took the port after it was found to be free
+
+
+def _store_of_another(where: Meeting) -> Store:
+    """Another process on this machine listens at this port: if it is a check too, both learn that both are edges."""
+    with suppress(RuntimeError, OSError):
+        greet(where.master_addr, where.master_port, timeout_s=min(_GRACE_S, where.timeout_s))
+        store = _store(where, listen=False)
         store.wait([_ARRIVED], timedelta(seconds=1))
         return store
-    raise ConfigError.of(
-        "--master_port",
-        found=where.master_port,
-        expected="a TCP port of this machine that no other program uses",
-        fix="end the job that listens there, or choose another port on both sites",
-    )
+    raise port_in_use("--master_port", where.master_port)
 
 
 def _store(where: Meeting, *, listen: bool) -> TCPStore:
@@ -318,26 +311,42 @@ def _text(content: bytes) -> str:
 def _nobody_came(where: Meeting) -> LinkError:
     other = "cloud" if where.site == "edge" else "edge"
     return LinkError(
-        f"The {other} did not come to {where.place} within {where.timeout_s:g} s (--timeout_s). Fix: run `ds-ldt "
-        f"check CONFIG --site {other}` there with the same --master_addr and --master_port, and let the cloud reach "
-        "that TCP port of the edge (firewall, address as seen from the cloud)."
+        f"Nobody answered. The {other} did not come to {where.place} within {where.timeout_s:g} s (--timeout_s), "
+        f"where this site, the {where.site}, waited for it ({_end(where)}). Look at: is `ds-ldt check CONFIG --site "
+        f"{other}` running there, with the same --master_addr and --master_port; is that the edge's address as seen "
+        "from the cloud; does a firewall let the cloud reach that TCP port of the edge; does --interface "
+        "(GLOO_SOCKET_IFNAME) name the interface that leads to the other site."
     )
 
 
-def _nobody_listens(where: Meeting) -> LinkError:
+def _nobody_answers(where: Meeting, error: OSError) -> LinkError:
+    what = "listens" if isinstance(error, ConnectionRefusedError) else "answers"
     return LinkError(
-        f"Nobody listens at {where.place} within {where.timeout_s:g} s (--timeout_s). Fix: run `ds-ldt check CONFIG "
-        "--site edge` on the edge with the same --master_addr and --master_port (it waits for the cloud, and is not "
-        "found if both sites say --site cloud), name the edge's address as seen from here, and open that TCP port to "
-        "the cloud."
+        f"Nobody answered. Nobody {what} at {where.place} within {where.timeout_s:g} s (--timeout_s) to this site, "
+        f"the cloud ({_end(where)}): {reason(error)}. Look at: is `ds-ldt check CONFIG --site edge` running on the "
+        "edge, with the same --master_addr and --master_port (it waits for the cloud, and is not found if both sites "
+        "say --site cloud); is that the edge's address as seen from here; does a firewall let this TCP port through; "
+        "does --interface (GLOO_SOCKET_IFNAME) name the interface that leads there."
     )
 
 
-def _strange(where: Meeting) -> LinkError:
+def _elsewhere(where: Meeting, error: OSError) -> LinkError:
     return LinkError(
-        f"Something listens at {where.place} but does not answer as `ds-ldt check` does, within {where.timeout_s:g} s "
-        "(--timeout_s). Fix: choose a port that no other program uses, the same on both sites."
+        f"The edge did not reach its own address {where.place} ({_end(where)}): {reason(error)}. Fix: --master_addr "
+        "must be an address of the edge's machine under which both sites reach it; name the same one on both."
     )
+
+
+def _silenced(where: Meeting) -> LinkError:
+    return LinkError(
+        f"Nobody answered. What listens at {where.place} has stopped to answer this site, the {where.site} "
+        f"({_end(where)}), within {where.timeout_s:g} s (--timeout_s). Look at: is the other site's process stopped; "
+        "is the connection lost."
+    )
+
+
+def _end(where: Meeting) -> str:
+    return local_end(where.master_addr, where.master_port)
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------
@@ -378,10 +387,10 @@ def _connect(store: Store, where: Meeting, timeout: timedelta) -> None:
         dist.init_process_group("gloo", store=shared, rank=rank, world_size=2, timeout=timeout)
 
     try:
-        _within(where.timeout_s + _GRACE_S, connect, otherwise=unreached)
+        within(where.timeout_s + _GRACE_S, connect)
+    except TimeoutError:
+        raise unreached from None
     except RuntimeError as error:
-        if error is unreached:
-            raise
         raise LinkError(f"{unreached} The cause: {_first_line(error)}") from error
 
 

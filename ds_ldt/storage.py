@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,28 +49,35 @@ def writing(path: Path, needed_bytes: int) -> Iterator[None]:
         ) from error
 
 
-def check_free(path: Path, needed_bytes: int) -> None:
-    """Check before anything is written that the file system of a path has room.
+def check_free(needed: Mapping[Path, int]) -> None:
+    """Check before anything is written that there is room for it.
 
     Args:
-        path: What is to be written; it need not exist.
-        needed_bytes: Size that it will have.
+        needed: What is to be written (it need not exist) -> bytes that it will have. Those on one file system share
+            its free bytes.
 
     Raises:
         CheckpointError: There is less space.
     """
-    free = free_bytes(path)
-    if free < needed_bytes:
-        raise CheckpointError(
-            f"no space to write {path}: {needed_bytes:,} bytes are needed, {free:,} are free. Fix: free some space, "
-            "or write elsewhere"
-        )
+    places: dict[int, list[Path]] = {}
+    for path in needed:
+        places.setdefault(_existing(path).stat().st_dev, []).append(path)
+    for paths in places.values():
+        total, free = sum(needed[path] for path in paths), free_bytes(paths[0])
+        if free < total:
+            raise CheckpointError(
+                f"no space to write {' and '.join(map(str, paths))}: {total:,} bytes are needed, {free:,} are free. "
+                "Fix: free some space, or write elsewhere"
+            )
 
 
 def free_bytes(path: Path) -> int:
     """Return the bytes that this process may still write to the file system that a path is or will be on."""
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def _reason(error: BaseException) -> str | None:

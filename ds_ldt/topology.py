@@ -157,6 +157,11 @@ class RankMap:
         """Return the site of a rank."""
         return "edge" if self.coord(rank).stage == EDGE_STAGE else "cloud"
 
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The site of every rank."""
+        return tuple(self.site(rank) for rank in self.ranks())
+
     def domains(self, rank: int) -> range:
         """Return the domains a rank works for: K of them on the edge, one in the cloud."""
         place = self.coord(rank)

@@ -149,7 +149,8 @@ def finetune(args: argparse.Namespace) -> dict[str, Any]:
     job = ds_ldt.load_config(args.config)
     training = held_out = None
     if ds_ldt.site_of_this_rank(job) == "edge":  # the cloud has neither text nor tokenizer
-        training, held_out = read_data(args, job)
+        with ds_ldt.preparing_data(job):  # the cloud waits for as long as it takes
+            training, held_out = read_data(args, job)
     module = ds_ldt.models.from_pretrained(args.model, config=job, seed=args.seed)
     engine, _, _, _ = ds_ldt.initialize(model=module, config=job, training_data=training, collate_fn=default_collate)
     result = train(engine, held_out, args)

@@ -208,8 +208,9 @@ def finetune(args: argparse.Namespace) -> dict[str, Any]:
     if ds_ldt.site_of_this_rank(job) == "edge":  # the cloud has neither photographs nor a tokenizer
         from ds_ldt.models.conversations import ConversationCollator
 
-        collate = ConversationCollator(byte_processor(args.image_size))
-        training, held_out = Photographs(0, 64 * len(ANSWERS)), Photographs(10_000, len(ANSWERS))
+        with ds_ldt.preparing_data(job):  # with more data the cloud would wait for as long as it takes
+            collate = ConversationCollator(byte_processor(args.image_size))
+            training, held_out = Photographs(0, 64 * len(ANSWERS)), Photographs(10_000, len(ANSWERS))
     module = ds_ldt.models.from_pretrained(small_config(job), config=job, seed=args.seed)
     engine, _, _, _ = ds_ldt.initialize(model=module, config=job, training_data=training, collate_fn=collate)
     if engine.global_rank == 0:

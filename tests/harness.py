@@ -125,8 +125,8 @@ class GroupSession:
 
     Args:
         world_size: number of processes; their ranks are 0..world_size-1.
-        init: `"gloo"` initialises the default process group through deepspeed before the first case; None leaves that
-            to the target (and imports neither torch nor deepspeed).
+        init: `"gloo"` initialises the default process group through deepspeed before the first case; `"imported"`
+            leaves that to the target; None does too (and imports neither torch nor deepspeed).
         env: extra environment variables of the processes.
         group_timeout_s: timeout of the default process group.
     """
@@ -375,6 +375,8 @@ def _initialise(init: str | None, group_timeout_s: float) -> None:
     from deepspeed import ops
 
     torch.set_num_threads(1)
+    if init == "imported":
+        return
     ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at first use (about a minute)
     deepspeed.init_distributed(init, timeout=timedelta(seconds=group_timeout_s))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -294,15 +295,38 @@ def test_S48_torchrun_works_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_site_that_never_comes_is_an_error_that_names_address_and_seconds(tmp_path: Path) -> None:
-    port = free_port()
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    alone = start(tmp_path, "3", RANK="0", LOCAL_RANK="0", **meeting)
-    _, errors = alone.communicate(timeout=200)
-    last = errors.strip().splitlines()[-1]
-    assert alone.returncode == 1
-    assert last.startswith(f"LinkError: Rank 0 of 2 did not meet the others at 127.0.0.1:{port} within 3 s")
-    assert "ldt.timeout_s" in last
+def test_S60_sites_and_ranks_that_never_come_are_named_with_address_and_seconds(tmp_path: Path) -> None:
+    """An edge alone, a cloud alone, and a job of three ranks of which two come."""
+    ports = [free_port() for _ in range(3)]
+    jobs = [(0, 2, ports[0]), (1, 2, ports[1]), (0, 3, ports[2]), (2, 3, ports[2])]
+    ranks = [
+        start(tmp_path, "6", RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", **port)
+        for rank, size, port in ((rank, size, {"MASTER_PORT": str(port)}) for rank, size, port in jobs)
+    ]
+    said = []
+    for (rank, size, port), process in zip(jobs, ranks, strict=True):
+        _, errors = process.communicate(timeout=200)
+        said.append(errors.strip().splitlines()[-1])
+        assert process.returncode == 1
+        where = f"127.0.0.1:{port} within 6 s (ldt.timeout_s)"
+        assert said[-1].startswith(f"LinkError: Rank {rank} of {size} did not meet the others at {where}: ")
+        for fragment in ("own address 127.0.0.1", "GLOO_SOCKET_IFNAME", "firewall", "ds_ldt.preparing_data"):
+            assert fragment in said[-1]
+        assert "terminate" not in errors
+    assert "nobody answered; 1 of 2 ranks came, rank 1 did not" in said[0]
+    assert "nobody answered. Rank 0 should listen there; this rank tried" in said[1]
+    assert "connection refused" in said[1]
+    assert "2 of 3 ranks came, rank 1 did not" in said[2]
+    assert "2 of 3 ranks came, rank 1 did not" in said[3]
+
+
+@pytest.mark.distributed
+def test_S60_a_port_that_is_in_use_is_named_as_such(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(busy.getsockname()[1])}
+        _, errors = start(tmp_path, "5", RANK="0", LOCAL_RANK="0", **meeting).communicate(timeout=200)
+    assert "MASTER_PORT: found" in errors.splitlines()[-1]
+    assert "no other program uses" in errors
 
 
 @pytest.mark.distributed

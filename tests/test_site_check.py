@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from ds_ldt import cli
 from ds_ldt.errors import LinkError
 from ds_ldt.site_check import first_difference
 from ds_ldt.site_report import MeasuredLink, SiteFacts, SiteReport, advice, read_facts, suggested_hints
-from tests.harness import GroupSession, free_port
+from tests.harness import ROOT, GroupSession, free_port
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -129,18 +132,54 @@ def test_both_sites_started_as_the_edge_are_told_so(pair: GroupSession, config: 
 @pytest.mark.parametrize(
     "absent, fragments",
     [
-        ("cloud", ["The cloud did not come to 127.0.0.1:", "--site cloud", "firewall"]),
-        ("edge", ["Nobody listens at 127.0.0.1:", "--site edge", "as seen from here"]),
+        ("cloud", ["The cloud did not come to 127.0.0.1:", "--site cloud", "firewall", "the edge, waited"]),
+        ("edge", ["Nobody listens at 127.0.0.1:", "--site edge", "as seen from here", "connection refused"]),
     ],
 )
-def test_a_site_that_is_absent_is_missed_in_time(
+def test_S60_a_site_that_is_absent_is_missed_in_time(
     pair: GroupSession, config: str, absent: str, fragments: list[str]
 ) -> None:
     answers = check(pair, config, "--timeout_s", "1.5", **{absent: ["absent"]})
     status, _, message, seconds = answers[0 if absent == "cloud" else 1]
     assert status == 1
     assert [fragment for fragment in fragments if fragment not in message] == []
+    for fragment in ("Nobody answered", "within 1.5 s (--timeout_s)", "own address 127.0.0.1, GLOO_SOCKET_IFNAME=lo"):
+        assert fragment in message
+    assert "port that" not in message
+    assert "Look at" in message
     assert 1.0 < seconds < 12
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("site", ["edge", "cloud"])
+def test_S60_nobody_there_ends_the_command_in_time_with_status_1_and_without_an_abort(config: str, site: str) -> None:
+    """At this port something takes connections and keeps quiet, which torch waits for without a bound."""
+    with socket.create_server(("127.0.0.1", 0)) as quiet:
+        port = free_port() if site == "edge" else quiet.getsockname()[1]
+        command = [sys.executable, "-m", "ds_ldt.cli", "check", config, "--site", site, "--master_port", str(port)]
+        begin = time.monotonic()
+        done = subprocess.run(
+            [*command, "--timeout_s", "2"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+        )
+    assert done.returncode == 1, done.stderr
+    assert "ds-ldt: Nobody answered. " in done.stderr.splitlines()[-1]
+    assert "terminate" not in done.stderr
+    assert time.monotonic() - begin < 30
+
+
+def test_S60_an_address_of_another_machine_is_named_on_the_edge(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--master_addr", "192.0.2.77", "--master_port", str(free_port()), "--timeout_s", "1"]
+    assert cli.main(["check", config, "--site", "edge", *arguments]) == 1
+    assert "The edge did not reach its own address 192.0.2.77:" in capsys.readouterr().err
+
+
+def test_S60_a_name_that_does_not_resolve_is_named_in_the_cloud(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", config, "--site", "cloud", "--master_addr", "no.invalid", "--timeout_s", "0.5"]) == 1
+    assert "the name does not resolve" in capsys.readouterr().err
 
 
 # --- one process ----------------------------------------------------------------------------------------------------

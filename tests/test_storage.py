@@ -95,8 +95,16 @@ def test_reason_that_the_system_gave_decides_over_torch_s_own_words(tmp_path: Pa
 
 def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
     place = tmp_path / "not" / "there"
-    check_free(place, 1)
+    check_free({place: 1})
     free = free_bytes(place)
     with pytest.raises(CheckpointError, match=rf"no space to write {place}: [\d,]+ bytes are needed, [\d,]+ are free"):
-        check_free(place, 2 * free)
+        check_free({place: 2 * free})
     assert not place.parent.exists()
+
+
+def test_what_is_written_to_one_file_system_is_added_up(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", SMALL) as disk:
+        edge, cloud = disk / "edge", disk / "cloud"
+        check_free({edge: SMALL, tmp_path: SMALL})
+        with pytest.raises(CheckpointError, match=rf"write {edge} and {cloud}: 262,145 bytes are needed, 262,144 are"):
+            check_free({edge: SMALL, cloud: 1, tmp_path: 1})

@@ -4,71 +4,100 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
 from ds_ldt.errors import CheckpointError
+from ds_ldt.storage import check_free, writing
 
-# Files beside the weights that say how to turn text and images into numbers, or how to generate. For the edge only.
-EDGE_ONLY_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
+_LOST_AND_FOUND = "lost+found"
+"""What some file systems hold from the beginning."""
 
 
 class StagedDirectory:
     """Writes a directory aside and puts it in place in one step.
 
-    Use it as a context manager: what has not been committed when the block ends is removed.
+    Use it as a context manager: what has not been committed when the block ends is removed, and what was there before
+    stays.
 
     Args:
         target: The directory to write. Its parent is created if need be.
-        is_ours: Tells, given an existing target and a name in it, whether this tool wrote that file.
+        is_ours: Tells, given an existing target and the name of a file in it ("/" between the parts), whether this
+            tool wrote that file.
         overwrite: Replace an existing target, if everything in it is ours.
+        needed_bytes: Size of what will be written, or an estimate.
 
     Attributes:
         target: The directory to write.
         path: The directory aside; write here.
 
     Raises:
-        CheckpointError: The target is not empty and may not be replaced.
+        CheckpointError: The target is not empty and may not be replaced, or there is no space to write it.
     """
 
-    def __init__(self, target: Path, *, is_ours: Callable[[Path, str], bool], overwrite: bool) -> None:
-        self.target = target
-        self.path = target.parent / f".{target.name}.{os.getpid()}.tmp"
-        _check_replaceable(target, is_ours, overwrite)
+    def __init__(
+        self, target: Path, *, is_ours: Callable[[Path, str], bool], overwrite: bool, needed_bytes: int
+    ) -> None:
+        self.target = target.resolve() if target.is_symlink() else target
+        # What is a file system of its own, as a volume of a container, cannot be renamed: it is filled from within.
+        self._is_mount = self.target.is_mount()
+        self.path = (self.target if self._is_mount else self.target.parent) / f".{self.target.name}.{os.getpid()}.tmp"
+        self._needed_bytes = needed_bytes
+        self._writing = writing(target, needed_bytes)
+        _check_replaceable(self.target, is_ours, overwrite)
 
     def __enter__(self) -> StagedDirectory:
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir()
+        check_free({self.target: self._needed_bytes})
+        self._writing.__enter__()
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.path, ignore_errors=True)  # left by a process of this number that was killed
+            self.path.mkdir()
+        except OSError as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        try:
+            self._writing.__exit__(kind, error, traceback)
+        finally:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def commit(self) -> None:
         """Put the directory in place. What was there before, stale files included, is gone afterwards."""
+        _settle(self.path)
         before = self.path.with_suffix(".old")
+        if self._is_mount:
+            self._commit_within(before)
+        else:
+            self._commit_whole(before)
+        shutil.rmtree(before, ignore_errors=True)
+
+    def _commit_whole(self, before: Path) -> None:
         if self.target.exists():
             self.target.rename(before)
-        self.path.rename(self.target)
+        try:
+            self.path.rename(self.target)
+        except OSError:
+            if before.exists():
+                before.rename(self.target)
+            raise
         _sync(self.target.parent)
+
+    def _commit_within(self, before: Path) -> None:
         shutil.rmtree(before, ignore_errors=True)
+        before.mkdir()
+        for entry in list(self.target.iterdir()):
+            if entry not in (self.path, before) and entry.name != _LOST_AND_FOUND:
+                entry.rename(before / entry.name)
+        for entry in list(self.path.iterdir()):
+            entry.rename(self.target / entry.name)
+        _sync(self.target)
 
 
 def check_apart(directories: Iterable[Path]) -> None:
@@ -87,23 +116,18 @@ def check_apart(directories: Iterable[Path]) -> None:
                 )
 
 
-def copy_files(names: Iterable[str], sources: Iterable[Path], destination: Path) -> list[str]:
-    """Copy files, each from the first source directory that has it; return the names of those that were found."""
-    copied = []
-    for name in names:
-        found = next((source / name for source in sources if (source / name).is_file()), None)
-        if found is not None:
-            shutil.copyfile(found, destination / name)
-            copied.append(name)
-    return copied
-
-
 def _check_replaceable(target: Path, is_ours: Callable[[Path, str], bool], overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
         raise CheckpointError(f"{target} is a file, expected a directory or nothing. Fix: name another directory.")
-    names = sorted(entry.name for entry in target.iterdir())
+    names = [
+        path.relative_to(target).as_posix()
+        for path in sorted(target.rglob("*"))
+        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
+    ]
+    if target.is_mount():
+        names = [name for name in names if name.split("/")[0] != _LOST_AND_FOUND]
     foreign = [name for name in names if not is_ours(target, name)]
     if foreign:
         shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
@@ -112,6 +136,22 @@ def _check_replaceable(target: Path, is_ours: Callable[[Path, str], bool], overw
         )
     if names and not overwrite:
         raise CheckpointError(f"{target} is not empty. Fix: name an empty directory, or replace it with --overwrite.")
+
+
+def _settle(directory: Path) -> None:
+    """Make the files of a directory durable, and give all the mode that a new file has here.
+
+    safetensors writes files that only their owner may read.
+    """
+    probe = directory / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
 
 
 def _sync(directory: Path) -> None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Set
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ds_ldt.conversion.directories import EDGE_ONLY_FILES, StagedDirectory, check_apart, copy_files
+from ds_ldt.conversion.directories import StagedDirectory, check_apart
+from ds_ldt.conversion.further_files import FurtherFiles, further_files, is_further_file
+from ds_ldt.conversion.halves import Halves, open_halves
 from ds_ldt.conversion.shards import DEFAULT_MAX_SHARD_SIZE, ShardWriter, parse_size
 from ds_ldt.errors import CheckpointError
 from ds_ldt.models.family import ModelFamily
 from ds_ldt.models.hf_files import INDEX_FILE, raise_listing
 from ds_ldt.models.keys import KeyMap
-from ds_ldt.models.layer_files import LayerFiles, Site, layer_file_name, shape_problems, write_text
+from ds_ldt.models.layer_files import LayerFiles, layer_file_name, shape_problems, write_text
 from ds_ldt.models.registry import CONFIG_FILE, checked_config, family_of, read_hf_config
 
 PathLike = str | os.PathLike[str]
@@ -43,8 +46,8 @@ def convert_to_hf(
         edge: Layer files of the edge: a converted directory, or a checkpoint directory of the engine.
         cloud: The same for the cloud. It may be the same checkpoint directory, if both sites saved into one.
         out: Directory to write.
-        hf_config: Directory with config.json, and the tokenizer if the edge's directory has none. By default the
-            edge's directory.
+        hf_config: Directory of the model that was trained: its config.json is compared with what was trained, and what
+            lies beside its weights is copied. By default the edge's directory.
         max_shard_size: Largest file of weights, e.g. "5GB". One such file at most is held in memory.
         overwrite: Replace a model that `out` holds.
 
@@ -53,12 +56,14 @@ def convert_to_hf(
 
     Raises:
         ConfigError: The model or the size is not supported.
-        CheckpointError: Layers or weights are missing, surplus, damaged or of the wrong shape, or the directories do
-            not belong together; or `out` may not be written.
+        CheckpointError: Layers or weights are missing, surplus, damaged or of the wrong shape; the directories are not
+            of one model or one save, hold adapters, or are of another model than config.json; or `out` may not be
+            written, or has no space.
     """
     shard_size = parse_size(max_shard_size)
-    sites = open_sites(Path(edge), Path(cloud))
-    config_directory = sites["edge"].directory if hf_config is None else Path(hf_config)
+    halves = open_halves(Path(edge), Path(cloud))
+    _check_whole(halves)
+    config_directory = halves.edge.directory if hf_config is None else Path(hf_config)
     if hf_config is None and not (config_directory / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{config_directory} has no {CONFIG_FILE}. Fix: name the original model with --hf-config."
@@ -67,49 +72,59 @@ def convert_to_hf(
     check_apart([Path(out), Path(edge)])
     check_apart([Path(out), Path(cloud)])
     config = checked_config(read_hf_config(config_directory))
+    halves.check_config(config, config_directory)
     family = family_of(config)
-    holders = _assign(sites, family, family.key_map(config))
+    holders = _assign(halves, family.key_map(config))
+    beside = _beside_weights(halves, config_directory)
 
-    with StagedDirectory(Path(out), is_ours=is_model_file, overwrite=overwrite) as staged:
+    with staged_model(Path(out), beside, overwrite=overwrite, num_bytes=halves.num_bytes) as staged:
         writer = ShardWriter(staged.path, shard_size)
         dtypes = _write_weights(writer, holders, family, config)
         names = writer.finish()
         _write_config(config_directory / CONFIG_FILE, staged.path / CONFIG_FILE, dtypes)
-        copy_files(EDGE_ONLY_FILES, [config_directory, sites["edge"].directory], staged.path)
+        beside.log()
+        beside.copy(staged.path)
         staged.commit()
     return names
 
 
-def open_sites(edge: Path, cloud: Path) -> dict[Site, LayerFiles]:
-    """Open both directories and check that they belong together."""
-    sites: dict[Site, LayerFiles] = {"edge": LayerFiles(edge), "cloud": LayerFiles(cloud)}
-    for site, files in sites.items():
-        if files.manifest is not None and files.manifest.site != site:
-            raise CheckpointError(
-                f"{files.directory} holds the layers of the {files.manifest.site}, but was given as the {site}'s. "
-                "Fix: swap the directories."
-            )
-    tags = {site: files.tag for site, files in sites.items() if files.tag is not None}
-    if len(set(tags.values())) > 1:
+def _beside_weights(halves: Halves, config_directory: Path) -> FurtherFiles:
+    """What goes beside the weights: from the model named, then from the edge's converted layers."""
+    return further_files([config_directory, *([halves.edge.directory] if halves.edge.manifest is not None else [])])
+
+
+def staged_model(target: Path, beside: FurtherFiles, *, overwrite: bool, num_bytes: int) -> StagedDirectory:
+    """Return a directory aside for a Hugging Face model.
+
+    Args:
+        target: The directory to write.
+        beside: The files that will be put beside the weights.
+        overwrite: Replace a model that the target holds.
+        num_bytes: Size of the weights.
+    """
+
+    def is_ours(directory: Path, name: str) -> bool:
+        is_weights = name in (CONFIG_FILE, INDEX_FILE) or _WEIGHTS.fullmatch(name) is not None
+        return is_weights or name in beside.paths or is_further_file(directory, name)
+
+    return StagedDirectory(target, is_ours=is_ours, overwrite=overwrite, needed_bytes=num_bytes + beside.num_bytes)
+
+
+def _check_whole(halves: Halves) -> None:
+    """Check that the halves are of a whole model, and not of what was trained of it alone."""
+    checkpoint = halves.checkpoint
+    if checkpoint is not None and checkpoint.lora is not None:
         raise CheckpointError(
-            f"The sites' checkpoints are of different moments: the edge's latest tag is {tags['edge']!r}, the cloud's "
-            f"{tags['cloud']!r}. Fix: name the directories of one tag that both have, e.g. {sites['edge'].directory}."
+            f"{halves.places} hold adapters (ldt.lora), not a whole model: checkpoint {checkpoint}. Fix: give "
+            "--adapter to export the adapter for PEFT, or --merge for the model in --hf-config with it merged in"
         )
-    return sites
 
 
-def _assign(sites: dict[Site, LayerFiles], family: ModelFamily, keys: KeyMap) -> dict[int, LayerFiles]:
+def _assign(halves: Halves, keys: KeyMap) -> dict[int, LayerFiles]:
     """Return which directory holds each layer; every layer must be in exactly one, and fit the config."""
     problems: list[str] = []
     holders: dict[int, LayerFiles] = {}
-    for files in sites.values():
-        manifest = files.manifest
-        found = (manifest.family, manifest.num_layers, manifest.tied) if manifest else None
-        if found not in (None, (family.name, keys.num_layers, keys.tied)):
-            problems.append(
-                f"{files.directory} was converted from another model: family, pipeline layers and tied embedding are "
-                f"{found}, the config asks for {(family.name, keys.num_layers, keys.tied)}"
-            )
+    for files in halves.both:
         for layer, path in files.paths.items():
             if layer >= keys.num_layers:
                 problems.append(f"unexpected: {path} (the model has pipeline layers 0 to {keys.num_layers - 1})")
@@ -118,9 +133,8 @@ def _assign(sites: dict[Site, LayerFiles], family: ModelFamily, keys: KeyMap) ->
     for layer in keys.layers_with_weights:
         if layer not in holders:
             problems.append(f"missing: {layer_file_name(layer)}, which holds {keys.prefix(layer)}*")
-    places = " and ".join(dict.fromkeys(str(files.directory) for files in sites.values()))
     note = f" (the tied output layer {keys.head} needs no file)" if keys.tied else ""
-    raise_listing(f"{places} do not make one whole model{note}", problems)
+    raise_listing(f"{halves.places} do not make one whole model{note}", problems)
     return holders
 
 
@@ -136,6 +150,7 @@ def _write_weights(
         if layer not in shapes:
             problems += _tied_copy_problems(files.paths[layer], state, holders[keys.embedding].read(keys.embedding))
             continue
+        _check_frozen(files, layer, shapes[layer].keys() - state.keys())
         problems += [f"{files.paths[layer]}: {problem}" for problem in shape_problems(shapes[layer], state)]
         for key, tensor in state.items():
             dtypes.add(tensor.dtype)
@@ -143,6 +158,15 @@ def _write_weights(
                 writer.add(keys.hf_key(layer, key), tensor)
     raise_listing("The layer files do not fit the model of config.json", problems)
     return {dtype for dtype in dtypes if dtype.is_floating_point}
+
+
+def _check_frozen(files: LayerFiles, layer: int, missing: Set[str]) -> None:
+    """Say it in one line if weights are missing because they were left out when the checkpoint was saved."""
+    if missing and files.checkpoint is not None and files.checkpoint.frozen_excluded:
+        raise CheckpointError(
+            f"{files.paths[layer]} lacks {len(missing)} weights: checkpoint {files.checkpoint} was saved without "
+            "frozen parameters and is no whole model. Fix: save with exclude_frozen_parameters=False"
+        )
 
 
 def _tied_copy_problems(path: Path, state: dict[str, Tensor], embedding: dict[str, Tensor]) -> list[str]:
@@ -163,8 +187,3 @@ def _write_config(source: Path, destination: Path, dtypes: set[torch.dtype]) -> 
         if stale:
             text = json.dumps({**content, **dict.fromkeys(stale, name)}, indent=2) + "\n"
     write_text(destination, text)
-
-
-def is_model_file(_: Path, name: str) -> bool:
-    """Tell whether a file is part of a Hugging Face model, and so may be replaced by one."""
-    return name in (CONFIG_FILE, INDEX_FILE, *EDGE_ONLY_FILES) or _WEIGHTS.fullmatch(name) is not None

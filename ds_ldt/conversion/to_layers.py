@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedConfig
-
 from ds_ldt.checks import EDGE_STAGE
-from ds_ldt.config import ConfigSource, load_config
-from ds_ldt.conversion.directories import EDGE_ONLY_FILES, StagedDirectory, check_apart, copy_files
+from ds_ldt.config import ConfigSource, JobConfig, load_config
+from ds_ldt.conversion.directories import StagedDirectory, check_apart
+from ds_ldt.conversion.further_files import FurtherFiles, further_files
 from ds_ldt.errors import CheckpointError
 from ds_ldt.identity import ModelFingerprint
 from ds_ldt.layout import Layout
@@ -18,13 +19,13 @@ from ds_ldt.models.fingerprint import fingerprint_of
 from ds_ldt.models.hf_files import HFWeights
 from ds_ldt.models.layer_files import (
     MANIFEST_FILE,
-    LayerEntry,
     Manifest,
     Site,
     is_layer_file,
     write_layer,
 )
 from ds_ldt.models.registry import CONFIG_FILE, checked_config, family_of, layout_of, read_hf_config
+from ds_ldt.storage import check_free, writing
 
 PathLike = str | os.PathLike[str]
 
@@ -39,8 +40,9 @@ def convert_to_layers(
 ) -> dict[Site, Manifest]:
     """Split a Hugging Face model into layer files, the edge's and the cloud's in a directory each.
 
-    Each layer is read, written and forgotten before the next. Values and dtypes are kept. The edge also gets the
-    tokenizer; the cloud gets config.json and nothing else beside its layers.
+    Each layer is read, written and forgotten before the next. Values and dtypes are kept. The edge also gets what lies
+    beside the weights, tokenizer and licence (:mod:`ds_ldt.conversion.further_files`); the cloud gets config.json and
+    nothing else beside its layers.
 
     Args:
         hf_directory: A model saved as safetensors, in one file or in shards.
@@ -55,7 +57,7 @@ def convert_to_layers(
     Raises:
         ConfigError: The model is not supported, or the layout does not fit it.
         CheckpointError: Weights are missing, surplus, damaged or of the wrong shape; or a directory may not be
-            written.
+            written, or has no space.
     """
     source = Path(hf_directory)
     targets: dict[Site, Path] = {}
@@ -66,55 +68,73 @@ def convert_to_layers(
     if not targets:
         raise CheckpointError("There is nothing to write. Fix: name a directory for the edge, the cloud or both.")
     check_apart([source, *targets.values()])
-    job = load_config(config)
-    model_config = checked_config(read_hf_config(source))
-    layout = layout_of(job.ldt.pipeline_num_layers, model_config, allow_exposed_edge=job.ldt.allow_exposed_edge)
-    family = family_of(model_config)
-    weights = HFWeights(source, family.key_map(model_config))
-    weights.check(family.expected_shapes(model_config))
-    fingerprint = fingerprint_of(model_config, weights)
-
+    model = _Model.read(source, load_config(config))
+    needed = {site: model.num_bytes(site) for site in targets}
     with ExitStack() as stack:
+        check_free({targets[site]: num_bytes for site, num_bytes in needed.items()})
         staged = {
-            site: stack.enter_context(StagedDirectory(target, is_ours=_is_ours, overwrite=overwrite))
+            site: stack.enter_context(
+                StagedDirectory(target, is_ours=_is_ours, overwrite=overwrite, needed_bytes=needed[site])
+            )
             for site, target in targets.items()
         }
-        manifests = {
-            site: _write_site(site, directory.path, weights, layout, model_config, fingerprint)
-            for site, directory in staged.items()
-        }
+        manifests: dict[Site, Manifest] = {}
+        for site, directory in staged.items():
+            with writing(targets[site], needed[site]):
+                manifests[site] = model.write(site, directory.path)
         for directory in staged.values():
             directory.commit()
     return manifests
 
 
-def _write_site(
-    site: Site,
-    directory: Path,
-    weights: HFWeights,
-    layout: Layout,
-    config: PreTrainedConfig,
-    fingerprint: ModelFingerprint,
-) -> Manifest:
-    """Write the layers of one site, and the manifest last."""
-    keys = weights.keys
-    entries: dict[int, LayerEntry] = {}
-    for layer in keys.layers_with_weights:
-        if (layout.stage_of_layer(layer) == EDGE_STAGE) == (site == "edge"):
-            entries[layer] = write_layer(directory, layer, weights.layer(layer))
-    names = (CONFIG_FILE, *EDGE_ONLY_FILES) if site == "edge" else (CONFIG_FILE,)
-    manifest = Manifest(
-        site=site,
-        family=family_of(config).name,
-        pipeline_num_layers=layout.configured,
-        num_layers=keys.num_layers,
-        tied=keys.tied,
-        model=fingerprint,
-        layers=entries,
-        other_files=copy_files(names, [weights.directory], directory),
-    )
-    manifest.write(directory)
-    return manifest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """What is converted, checked."""
+
+    weights: HFWeights
+    layout: Layout
+    family: str
+    fingerprint: ModelFingerprint
+
+    @classmethod
+    def read(cls, source: Path, job: JobConfig) -> _Model:
+        config = checked_config(read_hf_config(source))
+        layout = layout_of(job.ldt.pipeline_num_layers, config, allow_exposed_edge=job.ldt.allow_exposed_edge)
+        family = family_of(config)
+        weights = HFWeights(source, family.key_map(config))
+        weights.check(family.expected_shapes(config))
+        return cls(weights=weights, layout=layout, family=family.name, fingerprint=fingerprint_of(config, weights))
+
+    def num_bytes(self, site: Site) -> int:
+        """The size of what a site gets."""
+        config = self.weights.directory / CONFIG_FILE
+        return self.weights.num_bytes(self._layers_of(site)) + self._beside(site).num_bytes + config.stat().st_size
+
+    def write(self, site: Site, directory: Path) -> Manifest:
+        """Write the layers of a site and what lies beside them, and the manifest last."""
+        entries = {layer: write_layer(directory, layer, self.weights.layer(layer)) for layer in self._layers_of(site)}
+        shutil.copyfile(self.weights.directory / CONFIG_FILE, directory / CONFIG_FILE)
+        beside = self._beside(site)
+        beside.log()
+        manifest = Manifest(
+            site=site,
+            family=self.family,
+            pipeline_num_layers=self.layout.configured,
+            num_layers=self.weights.keys.num_layers,
+            tied=self.weights.keys.tied,
+            model=self.fingerprint,
+            layers=entries,
+            other_files=[CONFIG_FILE, *beside.copy(directory)],
+        )
+        manifest.write(directory)
+        return manifest
+
+    def _beside(self, site: Site) -> FurtherFiles:
+        return further_files([self.weights.directory] if site == "edge" else [])
+
+    def _layers_of(self, site: Site) -> list[int]:
+        layers = self.weights.keys.layers_with_weights
+        return [layer for layer in layers if (self.layout.stage_of_layer(layer) == EDGE_STAGE) == (site == "edge")]
 
 
 def _is_ours(directory: Path, name: str) -> bool:

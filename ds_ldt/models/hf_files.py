@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,19 @@ class HFWeights:
         rows = -(-num_bytes // (row.numel() * row.element_size()))
         parts = [view[:]] if 2 * rows >= shape[0] else [view[:rows], view[shape[0] - rows :]]
         return parts, row.dtype, shape
+
+    def num_bytes(self, layers: Iterable[int]) -> int:
+        """Return the size of the weights of pipeline layers, without reading them.
+
+        Raises:
+            CheckpointError: A file cannot be read.
+        """
+        wanted, total = set(layers), 0
+        for layer, key in self.places:
+            if layer in wanted:
+                (first, *_), _, shape = self.ends(layer, key, 1)
+                total += math.prod(shape) * first.element_size()
+        return total
 
     def check(self, expected: Shapes) -> None:
         """Compare keys and shapes with those of the model, for the pipeline layers in `expected`.

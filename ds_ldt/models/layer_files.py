@@ -6,7 +6,7 @@
     config.json                   the model's Hugging Face config
 
 A checkpoint written by the engine has the same layer files in `<directory>/<tag>/`, `<directory>/latest` naming the
-tag, and no manifest.
+tag, and in place of manifest.json one of its own (:mod:`ds_ldt.checkpoint_manifest`).
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_ldt.checkpoint_manifest import LATEST_FILE, CheckpointManifest, check_content, manifest_name
+from ds_ldt.checkpoint_manifest import Site as Site
 from ds_ldt.errors import CheckpointError
 from ds_ldt.identity import ModelFingerprint
 
 MANIFEST_FILE = "manifest.json"
-LATEST_FILE = "latest"
 FORMAT = "ds_ldt layer files"
 VERSION = 2
 
-Site = Literal["edge", "cloud"]
 State = dict[str, Tensor]
 
 _LAYER_FILE = re.compile(r"layer_(\d{2,})(?:-model_(\d{2,}))?-model_states\.pt")
@@ -102,6 +103,11 @@ class Manifest:
                     f"{path} has format version {content.get('version')}, expected {VERSION}. Fix: convert the model "
                     "again."
                 )
+            if "model" not in content:
+                raise CheckpointError(
+                    f"{path} does not say of which model the layers are: an earlier ds_ldt wrote it. Fix: convert the "
+                    "model again."
+                )
             layers = {int(layer): LayerEntry(**entry) for layer, entry in content.pop("layers").items()}
             model = ModelFingerprint.from_json(content.pop("model"))
             return cls(layers=layers, model=model, **content)
@@ -110,52 +116,85 @@ class Manifest:
 
 
 class LayerFiles:
-    """The layer files of one directory: as converted (with a manifest) or as checkpointed by the engine (without).
+    """The layer files of one directory: as converted, or as the engine saved them. A manifest says which they are.
 
     Args:
         directory: The directory, or a checkpoint directory whose `latest` names the tag to read.
+        site: Whose half of a checkpoint is meant; both sites may have saved into one directory. None: the directory
+            has to be a converted one.
 
     Attributes:
         directory: Where the layer files are.
         tag: The tag that `latest` names, None where no `latest` was followed.
-        manifest: The manifest, None in a checkpoint of the engine.
-        paths: Pipeline layer index -> path.
+        manifest: The manifest of a converted directory, else None.
+        checkpoint: The manifest of a checkpoint, else None.
+        paths: Pipeline layer index -> path, of the files that the manifest names.
 
     Raises:
-        CheckpointError: There are no layer files, or they are split over tensor-parallel ranks, or the manifest and
-            the files disagree.
+        CheckpointError: There are no layer files, or no manifest says what they are, or the manifest and the files
+            disagree, or they are split over tensor-parallel ranks.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], site: Site | None = None) -> None:
         self.tag = _latest_tag(Path(directory))
         self.directory = Path(directory, self.tag or "")
-        self.manifest = Manifest.read(self.directory) if (self.directory / MANIFEST_FILE).is_file() else None
-        self.paths = _find_layers(self.directory)
-        if self.manifest is not None:
+        self.manifest: Manifest | None = None
+        self.checkpoint: CheckpointManifest | None = None
+        if (self.directory / MANIFEST_FILE).is_file():
+            self.manifest = Manifest.read(self.directory)
+            self.paths = _layer_paths(self.directory, (path.name for path in self.directory.iterdir()))
             self._check_manifest(self.manifest)
+        elif site is not None and (self.directory / manifest_name(site)).is_file():
+            self.checkpoint = CheckpointManifest.read(self.directory, site)
+            self.paths = _layer_paths(self.directory, self.checkpoint.files)
+        else:
+            raise CheckpointError(_not_described(self.directory, site))
+
+    @property
+    def model(self) -> ModelFingerprint | None:
+        """The model before its training; None if that is not known (a model that was given as a list of layers)."""
+        if self.manifest is not None:
+            return self.manifest.model
+        return None if self.checkpoint is None else self.checkpoint.model
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the layer files.
+
+        Raises:
+            CheckpointError: One is missing.
+        """
+        missing = [str(path) for path in self.paths.values() if not path.is_file()]
+        if missing:
+            raise CheckpointError(f"missing, though its manifest names it: {', '.join(missing)}. Fix: copy it again")
+        return sum(path.stat().st_size for path in self.paths.values())
 
     def read(self, layer: int) -> State:
-        """Read one layer and check it against the manifest, if there is one.
+        """Read one layer and check it against the manifest.
 
         Raises:
             CheckpointError: The file is damaged or is not the one that the manifest describes.
         """
         path = self.paths[layer]
+        if self.checkpoint is not None:
+            check_content(self.directory, self.checkpoint.files, path.name)
+            _check_sums(path)
         state = read_layer(path)
         if self.manifest is not None:
-            found, entry = describe(path.name, state), self.manifest.layers[layer]
-            if found.tensors != entry.tensors or found.sha256 != entry.sha256:
-                changed = sorted(
-                    key
-                    for key in found.tensors.keys() | entry.tensors.keys()
-                    if found.tensors.get(key) != entry.tensors.get(key)
-                )
-                what = f"shape, dtype or presence of {', '.join(changed)}" if changed else "the values of its tensors"
-                raise CheckpointError(
-                    f"{path} is not the file that {MANIFEST_FILE} describes: {what} changed since it was written. "
-                    "Fix: copy the directory again, or convert the model again."
-                )
+            self._check_described(path, state, self.manifest.layers[layer])
         return state
+
+    def _check_described(self, path: Path, state: State, entry: LayerEntry) -> None:
+        found = describe(path.name, state)
+        if found.tensors == entry.tensors and found.sha256 == entry.sha256:
+            return
+        keys = found.tensors.keys() | entry.tensors.keys()
+        changed = sorted(key for key in keys if found.tensors.get(key) != entry.tensors.get(key))
+        what = f"shape, dtype or presence of {', '.join(changed)}" if changed else "the values of its tensors"
+        raise CheckpointError(
+            f"{path} is not the file that {MANIFEST_FILE} describes: {what} changed since it was written. "
+            "Fix: copy the directory again, or convert the model again."
+        )
 
     def _check_manifest(self, manifest: Manifest) -> None:
         missing = [manifest.layers[layer].file for layer in sorted(manifest.layers.keys() - self.paths.keys())]
@@ -259,16 +298,16 @@ def _latest_tag(directory: Path) -> str | None:
     latest = directory / LATEST_FILE
     if (directory / MANIFEST_FILE).is_file() or not latest.is_file():
         return None
-    tag = latest.read_text(encoding="utf-8").strip()
+    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if not tag or Path(tag).name != tag or not (directory / tag).is_dir():
         raise CheckpointError(f"{latest} names the tag {tag!r}, but there is no directory of that name beside it")
     return tag
 
 
-def _find_layers(directory: Path) -> dict[int, Path]:
+def _layer_paths(directory: Path, names: Iterable[str]) -> dict[int, Path]:
     paths: dict[int, Path] = {}
-    for path in sorted(directory.iterdir()):
-        match = _LAYER_FILE.fullmatch(path.name)
+    for name in sorted(names):
+        match, path = _LAYER_FILE.fullmatch(name), directory / name
         if match is None:
             continue
         if int(match[2] or 0) != 0:
@@ -279,9 +318,41 @@ def _find_layers(directory: Path) -> dict[int, Path]:
         other = paths.setdefault(int(match[1]), path)
         if other != path:
             raise CheckpointError(f"{other} and {path} are both layer {int(match[1])}. Fix: remove the stale one.")
-    if not paths:
-        raise CheckpointError(
-            f"{directory} holds no layer files (layer_XX-model_states.pt). Fix: name a directory written by "
-            f"hf_to_ds_ldt.py, or a checkpoint directory of the engine with its `{LATEST_FILE}` file."
-        )
     return dict(sorted(paths.items()))
+
+
+def _not_described(directory: Path, site: Site | None) -> str:
+    """Say what is wrong with a directory in which no manifest says what its layer files are."""
+    other: Site = "cloud" if site == "edge" else "edge"
+    if site is not None and (directory / manifest_name(other)).is_file():
+        return (
+            f"{directory} holds the {other}'s half of a checkpoint only, but was given as the {site}'s. Fix: swap the "
+            f"directories, or name the one that the {site} saved into."
+        )
+    tags = sorted(path.parent.name for path in directory.glob(f"[!.]*/{manifest_name(site or other)}"))
+    if tags:
+        return (
+            f"{directory} has no file `{LATEST_FILE}` that names a tag. Fix: name the directory of one of its tags: "
+            f"{', '.join(tags)}."
+        )
+    if any(is_layer_file(path.name) for path in directory.iterdir()):
+        described = MANIFEST_FILE if site is None else f"{MANIFEST_FILE} or {manifest_name(site)}"
+        return (
+            f"{directory} holds layer files and no {described} that says of which model they are and when they were "
+            "saved. Fix: copy the directory again, whole."
+        )
+    return (
+        f"{directory} holds no layer files (layer_XX-model_states.pt). Fix: name a directory written by "
+        f"hf_to_ds_ldt.py, or a checkpoint directory of the engine with its `{LATEST_FILE}` file."
+    )
+
+
+def _check_sums(path: Path) -> None:
+    """Compare the content of a file of `torch.save` with its checksums, which torch does not look at."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is missing or damaged: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: {damaged} in it has another checksum. Fix: copy it again")

@@ -15,8 +15,10 @@ from ds_ldt.conversion import convert_to_hf, convert_to_layers
 from ds_ldt.conversion.shards import parse_size
 from ds_ldt.errors import CheckpointError, ConfigError
 from ds_ldt.models.layer_files import LayerFiles, digest, read_layer, write_layer
+from tests.conversion.checkpoints import save_both
 from tests.conversion.models import CONFIG, assert_same_tensors, edit_json, rewrite, save_model, tensors_of
 
+OTHER_SPLIT = {**CONFIG, "ldt": {"pipeline_num_layers": [[1, 1], [2, 0]]}}
 MLP = "model.layers.2.mlp.up_proj.weight"
 
 
@@ -38,10 +40,12 @@ def work(originals: Path, tmp_path: Path) -> Path:
     return shutil.copytree(originals, tmp_path / "work")
 
 
-def refused(action: Callable[[], Any], *fragments: str, error: type[Exception] = CheckpointError) -> None:
+def refused(action: Callable[[], Any], *fragments: str, error: type[Exception] = CheckpointError) -> str:
+    """Run what has to fail, with all of these in its message; return the message."""
     with pytest.raises(error) as raised:
         action()
     assert [fragment for fragment in fragments if fragment not in str(raised.value)] == [], str(raised.value)
+    return str(raised.value)
 
 
 def to_layers(work: Path, hf: str = "hf", **options: Any) -> Any:
@@ -164,6 +168,13 @@ def test_foreign_files_are_never_replaced(work: Path) -> None:
     assert (work / "out" / "thesis.tex").read_text() == "mine"
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to(path.parent.parent / "hf")])
+def test_foreign_directories_are_never_replaced(work: Path, make: Callable[[Path], Any]) -> None:
+    to_hf(work)
+    make(work / "out" / "mine")
+    refused(lambda: to_hf(work, overwrite=True), "not written by this tool: mine")
+
+
 def test_exported_model_is_replaced_on_request_only(work: Path) -> None:
     to_hf(work, max_shard_size="10KB")
     refused(lambda: to_hf(work), "is not empty", "--overwrite")
@@ -174,32 +185,36 @@ def test_exported_model_is_replaced_on_request_only(work: Path) -> None:
 
 def test_S35_missing_layer_is_named_and_the_tied_gap_is_not(work: Path) -> None:
     assert to_hf(work, "tied_") == ["model.safetensors"]
-    for site in ("edge", "cloud"):
-        (work / f"tied_{site}" / "manifest.json").unlink()
-    (work / "tied_cloud" / "layer_03-model_states.pt").unlink()
+    convert_to_layers(work / "tied", config=OTHER_SPLIT, cloud=work / "tied_cloud", overwrite=True)
     refused(
         lambda: to_hf(work, "tied_", overwrite=True),
         "missing: layer_03-model_states.pt, which holds model.layers.2.*",
         "the tied output layer 6 needs no file",
     )
-    (work / "edge" / "manifest.json").unlink()
-    (work / "edge" / "layer_06-model_states.pt").unlink()
-    refused(lambda: to_hf(work, overwrite=True), "missing: layer_06-model_states.pt, which holds lm_head.*")
+    save_both(work, omit={6})
+    refused(
+        lambda: to_hf(work, "saved_", hf_config=work / "hf", overwrite=True),
+        "missing: layer_06-model_states.pt, which holds lm_head.*",
+    )
 
 
 def test_S35_file_of_a_tied_head_has_to_be_a_copy(work: Path) -> None:
-    (work / "tied_edge" / "manifest.json").unlink()
-    write_layer(work / "tied_edge", 6, read_layer(work / "tied_edge" / "layer_00-model_states.pt"))
-    to_hf(work, "tied_")
+    embedding = read_layer(work / "tied_edge" / "layer_00-model_states.pt")
+    save_both(work, "tied_", more={6: embedding})
+    to_hf(work, "saved_", hf_config=work / "tied")
     assert_same_tensors(tensors_of(work / "out"), tensors_of(work / "tied"))
-    write_layer(work / "tied_edge", 6, {"weight": torch.zeros(61, 24)})
-    refused(lambda: to_hf(work, "tied_", overwrite=True), "layer_06", "differs from the embedding")
+    save_both(work, "tied_", more={6: {"weight": torch.zeros(61, 24)}})
+    refused(
+        lambda: to_hf(work, "saved_", hf_config=work / "tied", overwrite=True),
+        "layer_06",
+        "differs from the embedding",
+    )
     assert_same_tensors(tensors_of(work / "out"), tensors_of(work / "tied"))  # the earlier export is still whole
 
 
 def test_layer_in_both_directories_is_named(work: Path) -> None:
-    (work / "edge" / "manifest.json").unlink()
-    shutil.copy(work / "cloud" / "layer_02-model_states.pt", work / "edge")
+    config = {**CONFIG, "ldt": {"pipeline_num_layers": [[2, 1], [1, 0]]}}
+    convert_to_layers(work / "hf", config=config, edge=work / "edge", overwrite=True)
     refused(lambda: to_hf(work), "twice: ", "layer_02-model_states.pt")
     nothing_new(work)
 
@@ -256,6 +271,7 @@ def test_layer_file_that_would_run_code_is_refused(work: Path, monkeypatch: pyte
         ("[]", "damaged"),
         ('{"format": "else"}', "does not describe"),
         (None, "version 3, expected 2"),
+        ('{"format": "ds_ldt layer files", "version": 2, "layers": {}}', "of which model"),
     ],
 )
 def test_bad_manifest_is_named(work: Path, content: str | None, fragment: str) -> None:
@@ -272,18 +288,23 @@ def test_swapped_sites_are_refused(work: Path) -> None:
 
 def test_sites_of_different_models_are_refused(work: Path) -> None:
     refused(
-        lambda: convert_to_hf(work / "edge", work / "tied_cloud", work / "out"), "from another model", "tied_cloud"
+        lambda: convert_to_hf(work / "edge", work / "tied_cloud", work / "out"),
+        "converted from different models",
+        "tied_cloud",
+        "tie_word_embeddings: default, true",
     )
 
 
 def test_layer_of_another_shape_is_listed(work: Path) -> None:
-    (work / "cloud" / "manifest.json").unlink()
-    state = read_layer(work / "cloud" / "layer_02-model_states.pt")
-    state["mlp.up_proj.weight"] = torch.ones(2, 3)
-    del state["mlp.down_proj.weight"]
-    write_layer(work / "cloud", 2, state)
+    def change(layer: int, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if layer == 2:
+            state["mlp.up_proj.weight"] = torch.ones(2, 3)
+            del state["mlp.down_proj.weight"]
+        return state
+
+    save_both(work, change=change)
     refused(
-        lambda: to_hf(work),
+        lambda: to_hf(work, "saved_", hf_config=work / "hf"),
         "layer_02-model_states.pt: missing: mlp.down_proj.weight",
         "shape of mlp.up_proj.weight: (2, 3), the model has (40, 24)",
     )
@@ -297,47 +318,11 @@ def test_missing_config_is_asked_for(work: Path) -> None:
     assert (work / "out" / "tokenizer.json").is_file()
 
 
-def engine_checkpoint(source: Path, target: Path, tag: str, suffix: str = "") -> None:
-    """Lay layer files out as the engine's checkpoints are."""
-    (target / tag).mkdir(parents=True)
-    (target / "latest").write_text(tag)
-    for path in source.glob("layer_*.pt"):
-        shutil.copy(path, target / tag / path.name.replace("-model_states", f"{suffix}-model_states"))
-
-
-@pytest.mark.parametrize("suffix", ["", "-model_00"])
-@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
-def test_engine_checkpoints_are_exported(work: Path, suffix: str, together: bool) -> None:
-    places = {site: work / ("saved" if together else f"saved_{site}") for site in ("edge", "cloud")}
-    for site, place in places.items():
-        if together and site == "cloud":
-            for path in (work / "cloud").glob("layer_*.pt"):
-                shutil.copy(path, place / "step2" / path.name.replace("-model_states", f"{suffix}-model_states"))
-        else:
-            engine_checkpoint(work / site, place, "step2", suffix)
-    refused(lambda: convert_to_hf(places["edge"], places["cloud"], work / "out"), "--hf-config")
-    convert_to_hf(places["edge"], places["cloud"], work / "out", hf_config=work / "hf")
-    assert_same_tensors(tensors_of(work / "out"), tensors_of(work / "hf"))
-
-
-def test_checkpoints_of_different_steps_are_refused(work: Path) -> None:
-    engine_checkpoint(work / "edge", work / "saved_edge", "step2")
-    engine_checkpoint(work / "cloud", work / "saved_cloud", "step4")
-    refused(lambda: to_hf(work, "saved_", hf_config=work / "hf"), "different moments", "'step2'", "'step4'")
-
-
-def test_latest_that_names_nothing_is_refused(work: Path) -> None:
-    engine_checkpoint(work / "edge", work / "saved_edge", "step2")
-    (work / "saved_edge" / "latest").write_text("../step2")
-    refused(lambda: LayerFiles(work / "saved_edge"), "latest", "'../step2'")
-
-
 def test_tensor_parallel_and_doubled_files_are_refused(work: Path) -> None:
-    engine_checkpoint(work / "edge", work / "saved_edge", "step2", "-model_01")
-    refused(lambda: LayerFiles(work / "saved_edge"), "tensor-parallel rank 1", "tensor_parallel_size 1")
-    engine_checkpoint(work / "edge", work / "saved", "step2", "-model_00")
-    shutil.copy(work / "edge" / "layer_00-model_states.pt", work / "saved" / "step2")
-    refused(lambda: LayerFiles(work / "saved"), "both layer 0", "stale")
+    edge, _ = save_both(work, suffix="-model_01")
+    refused(lambda: LayerFiles(edge, "edge"), "tensor-parallel rank 1", "tensor_parallel_size 1")
+    shutil.copy(work / "edge" / "layer_00-model_states.pt", work / "edge" / "layer_00-model_00-model_states.pt")
+    refused(lambda: LayerFiles(work / "edge"), "both layer 0", "stale")
 
 
 def test_directory_without_layer_files_is_refused(work: Path) -> None:
@@ -346,11 +331,8 @@ def test_directory_without_layer_files_is_refused(work: Path) -> None:
 
 
 def test_export_of_weights_in_another_dtype_says_so_in_the_config(work: Path) -> None:
-    for site in ("edge", "cloud"):
-        (work / site / "manifest.json").unlink()
-        for layer, path in LayerFiles(work / site).paths.items():
-            write_layer(work / site, layer, {key: t.bfloat16() for key, t in read_layer(path).items()})
-    to_hf(work)
+    save_both(work, change=lambda _, state: {key: tensor.bfloat16() for key, tensor in state.items()})
+    to_hf(work, "saved_", hf_config=work / "hf")
     assert json.loads((work / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     wanted = {key: tensor.bfloat16() for key, tensor in tensors_of(work / "hf").items()}
     assert_same_tensors(tensors_of(work / "out"), wanted)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
+import subprocess
 import time
 from dataclasses import replace
 from typing import Any
@@ -153,3 +155,35 @@ def bad_configurations(rows: list[dict[str, Any]]) -> list[str]:
 def toy_or_any_module(settings: dict[str, Any]) -> None:
     """Build a module of five layers."""
     ds_ldt.LDTPipelineModule([LayerSpec(Stem), *[LayerSpec(Block)] * 3, LayerSpec(Head)], settings)
+
+
+def one_rank_stops(stopped: int, place: str, num_stages: int) -> tuple[str, str, float]:
+    """A rank is stopped for a while in the middle of a step, with D = 2; everybody else runs into the timeout."""
+    engine = toy_engine(config(layout(num_stages, 2), num_domains=2, timeout_s=_STOP_TIMEOUT_S))
+    engine.train_batch()
+    if dist.get_rank() == stopped:
+        if place == "layer":
+            engine.module.register_forward_pre_hook(lambda *_: stop_for_a_while())
+        else:
+            collect = engine._accumulated_gradients
+            engine._accumulated_gradients = lambda: (stop_for_a_while(), collect())[1]
+    return outcome(engine.train_batch)
+
+
+_STOP_TIMEOUT_S = 2.0
+
+
+def stop_for_a_while() -> None:
+    """Stop this process; another one lets it go on long after everybody else has given up."""
+    wake = f"sleep {2 * _STOP_TIMEOUT_S + 2}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def one_rank_dies(dead: int) -> tuple[str, str, float]:
+    """A rank ends in the middle of a step, with D = 2 over three stages."""
+    engine = toy_engine(config(layout(3, 2), num_domains=2, timeout_s=40))
+    engine.train_batch()
+    if dist.get_rank() == dead:
+        engine.module.register_forward_pre_hook(lambda *_: os._exit(3))
+    return outcome(engine.train_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,33 @@ def test_every_bad_configuration_is_told_alike_on_all_ranks_before_any_process_g
     assert "gradient_accumulation_steps: found 100000, expected at most 33333 here" in first[-3]
     assert "E*Te + (P-1)*D*Tc" in first[-2]
     assert "whose sum is 6" in first[-1]
+
+
+@pytest.mark.parametrize(
+    "stopped, place, num_stages",
+    [(2, "layer", 2), (4, "layer", 3), (3, "reduction", 3), (0, "layer", 2), (0, "reduction", 2)],
+)
+def test_S93_every_rank_names_the_rank_that_was_stopped_and_no_other(
+    groups: GroupPool, stopped: int, place: str, num_stages: int
+) -> None:
+    world_size = 1 + 2 * (num_stages - 1)
+    answers = groups.run(world_size, TARGETS + "one_rank_stops", stopped, place, num_stages, deadline_s=60)
+    groups.session(world_size).close()
+    for rank, (kind, message, seconds) in enumerate(answers):
+        assert kind == "LinkError"
+        if rank == stopped:
+            assert rank == 0 or "the others have given up waiting for this rank" in message, message
+            continue
+        assert re.findall(r"rank (\d+) was silent", message) == [str(stopped)], f"rank {rank} was told: {message}"
+        assert "ldt.timeout_s" in message
+        assert 1.5 < seconds < 6, message
+
+
+def test_a_rank_that_ends_is_named_by_every_rank_within_a_second(groups: GroupPool) -> None:
+    answers = groups.run(5, TARGETS + "one_rank_dies", 4, deadline_s=60, check=False, grace_s=20)
+    groups.session(5).close()
+    for answer in answers[:4]:
+        kind, message, seconds = answer
+        assert kind == "LinkError"
+        assert "rank 4" in message, message
+        assert seconds < 5

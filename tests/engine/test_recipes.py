@@ -161,7 +161,7 @@ def test_S80_objects_of_the_script_that_cannot_do_what_they_are_passed_for_are_r
     expected = {
         "waits for a loss": "lr_scheduler: found ReduceLROnPlateau, expected one whose step() needs no",
         "another's schedule": "lr_scheduler: found StepLR, expected a schedule of",
-        "asks for a closure": "optimizer: found LBFGS, expected one whose step() needs no arguments; this one asks for",
+        "asks for a closure": "optimizer: found LBFGS, expected one whose step() needs no arguments; this one asks",
         "name of an optimizer": "optimizer: found str, expected an optimizer, or a function that makes one",
         "name of a schedule": "lr_scheduler: found str, expected a scheduler, or a function that makes one",
         "no function": "collate_fn: found str, expected a function of a list of samples",
