@@ -32,7 +32,7 @@ from ds_ldt.errors import Absent, ConfigError, ConfigProblem, LinkError
 from ds_ldt.launch import choose_backend, choose_interface
 from ds_ldt.link_probe import Line, answer_probe, probe
 from ds_ldt.plan import Plan
-from ds_ldt.reach import claim, greet, local_end, reason, wait_for_store, within
+from ds_ldt.reach import claim, local_end, reason, wait_for_store, within
 from ds_ldt.rendezvous import port_forbidden, port_in_use
 from ds_ldt.site_report import MeasuredLink, Site, SiteFacts, SiteReport, read_facts
 
@@ -46,6 +46,7 @@ _LEAVE_S = 5.0
 """Seconds that the edge, whose process holds the store, stays for the cloud to read the last of it."""
 
 _GRACE_S = 5.0
+_OPENING_S = 3.0
 """Seconds beyond the timeout after which torch itself is not waited for any longer."""
 
 _KERNEL = Path("/proc/sys/net/ipv4")
@@ -283,9 +284,12 @@ def _open_store(where: Meeting) -> Store:
 
 
 def _store_of_another(where: Meeting) -> Store:
-    """Another process on this machine listens at this port: if it is a check too, both learn that both are edges."""
+    """Another process on this machine listens at this port: if it is a check too, both learn that both are edges.
+
+    It may be about to open its store, and have tried only whether the port is free.
+    """
     with suppress(RuntimeError, OSError):
-        greet(where.master_addr, where.master_port, timeout_s=min(_GRACE_S, where.timeout_s))
+        wait_for_store(where.master_addr, where.master_port, timeout_s=min(_OPENING_S, where.timeout_s))
         store = _store(where, listen=False)
         store.wait([_ARRIVED], timedelta(seconds=1))
         return store
