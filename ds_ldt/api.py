@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 from deepspeed.utils.logging import print_dist
 
 from ds_ldt.config import JobConfig, load_config
-from ds_ldt.coverage import agree_on_arguments, agree_that_all_have_one, argument_problems, given_parameters
+from ds_ldt.coverage import agree_on_arguments, agree_that_all_have_one, given_parameters
 from ds_ldt.engine import LDTPipelineEngine
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.launch import prepare_environment
@@ -98,8 +98,7 @@ def initialize(
     grid.gather("ds_ldt.initialize")
     given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "collate_fn": collate_fn}
     given |= {"model_parameters": model_parameters, "training_data": training_data if grid.site == "edge" else None}
-    scheduler_params = model.job.deepspeed.get("scheduler", {}).get("params", {})
-    agree_on_arguments(list(argument_problems(given, scheduler_params)), grid)
+    agree_on_arguments(model, given)
     check_together(output_paths_of(model.job, grid.global_rank), grid, what="ds_ldt.initialize (output paths)")
     model.inject_adapters()
     agree_that_all_have_one(bool(optimizer or model.job.deepspeed.get("optimizer", {}).get("type")), grid)

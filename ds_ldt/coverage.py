@@ -114,17 +114,19 @@ def _problem(name: str, found: str, expected: str, fix: str) -> ConfigProblem:
     return ConfigProblem(key=name, found=Absent(found), expected=expected, fix=fix)
 
 
-def agree_on_arguments(problems: Sequence[ConfigProblem], grid: LDTPipelineGrid) -> None:
+def agree_on_arguments(module: LDTPipelineModule, arguments: Mapping[str, Any]) -> None:
     """Fail on every rank if the arguments of any cannot be used; every rank calls it.
 
     Args:
-        problems: of this rank.
-        grid: the groups.
+        module: the layers of a rank.
+        arguments: as for :func:`argument_problems`.
 
     Raises:
         ConfigError: on every rank: what is wrong with its own arguments, or else on which ranks something is.
         LinkError: not every rank called it within ``ldt.timeout_s``.
     """
+    grid, params = module.mpu(), module.job.deepspeed.get("scheduler", {}).get("params", {})
+    problems = list(argument_problems(arguments, params))
     with bounded("ds_ldt.initialize", grid):
         wrong = ranks_where(bool(problems), grid)
     if problems:

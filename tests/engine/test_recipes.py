@@ -174,7 +174,7 @@ def test_S80_objects_of_the_script_that_cannot_do_what_they_are_passed_for_are_r
     for name, text in expected.items():
         assert text in edge[name], name
         assert text in cloud[name], name
-    assert "training_data: found \"DataLoader\", expected a map-style data set" in edge["loader on the edge"]
+    assert 'training_data: found "DataLoader", expected a map-style data set' in edge["loader on the edge"]
     assert there in cloud["loader on the edge"]
 
 
