@@ -96,9 +96,8 @@ def initialize(
     _check_open(model)
     grid = model.mpu()
     grid.gather("ds_ldt.initialize")
-    given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "collate_fn": collate_fn}
-    given |= {"model_parameters": model_parameters, "training_data": training_data if grid.site == "edge" else None}
-    agree_on_arguments(model, given)
+    given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "model_parameters": model_parameters}
+    agree_on_arguments(model, {**given, "collate_fn": collate_fn, "training_data": training_data})
     check_together(output_paths_of(model.job, grid.global_rank), grid, what="ds_ldt.initialize (output paths)")
     model.inject_adapters()
     agree_that_all_have_one(bool(optimizer or model.job.deepspeed.get("optimizer", {}).get("type")), grid)

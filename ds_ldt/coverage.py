@@ -57,12 +57,15 @@ def coverage_problems(module: LDTPipelineModule, groups: Sequence[dict[str, Any]
         )
 
 
-def argument_problems(arguments: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+def argument_problems(
+    arguments: Mapping[str, Any], params: Mapping[str, Any], *, on_edge: bool
+) -> Iterator[ConfigProblem]:
     """Yield which objects of a script cannot do what they are passed for, before anything is made of them.
 
     Args:
-        arguments: what :func:`ds_ldt.initialize` was given, by name; ``training_data`` on the edge only.
+        arguments: what :func:`ds_ldt.initialize` was given, by name.
         params: ``scheduler.params`` of the JSON.
+        on_edge: whether this is the edge, which alone looks at ``training_data``.
     """
     optimizer, schedule, collate = (arguments.get(name) for name in ("optimizer", "lr_scheduler", "collate_fn"))
     for name, value, cls in (("optimizer", optimizer, Optimizer), ("lr_scheduler", schedule, None)):
@@ -85,9 +88,8 @@ def argument_problems(arguments: Mapping[str, Any], params: Mapping[str, Any]) -
         yield _problem("lr_scheduler", type(schedule).__name__, expected, "pass a function that makes it of one")
     if collate is not None and not callable(collate):
         yield _problem("collate_fn", type(collate).__name__, "a function of a list of samples", "pass one")
-    data = arguments.get("training_data")
-    if data is not None:
-        yield from data_problems(data)
+    if on_edge and arguments.get("training_data") is not None:
+        yield from data_problems(arguments["training_data"])
     if schedule is None:
         yield from _length_problems(params, optimizer, arguments.get("model_parameters"))
 
@@ -126,7 +128,7 @@ def agree_on_arguments(module: LDTPipelineModule, arguments: Mapping[str, Any]) 
         LinkError: not every rank called it within ``ldt.timeout_s``.
     """
     grid, params = module.mpu(), module.job.deepspeed.get("scheduler", {}).get("params", {})
-    problems = list(argument_problems(arguments, params))
+    problems = list(argument_problems(arguments, params, on_edge=grid.site == "edge"))
     with bounded("ds_ldt.initialize", grid):
         wrong = ranks_where(bool(problems), grid)
     if problems:
