@@ -284,10 +284,7 @@ def _open_store(where: Meeting) -> Store:
 
 
 def _store_of_another(where: Meeting) -> Store:
-    """Another process on this machine listens at this port: if it is a check too, both learn that both are edges.
-
-    It may be about to open its store, and have tried only whether the port is free.
-    """
+    """Another process here has this port, or tries it: if it is a check too, both learn that both are edges."""
     with suppress(RuntimeError, OSError):
         wait_for_store(where.master_addr, where.master_port, timeout_s=min(_OPENING_S, where.timeout_s))
         store = _store(where, listen=False)

@@ -145,7 +145,13 @@ for owner, names in ((socket, ("getaddrinfo", "create_connection")), (socket.soc
 def guarded(code: str, *words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run Python that must not ask a network, with nothing in its environment that keeps it from doing so."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    launched = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     home = {"HF_HOME": str(folder / "hub"), "HF_ENDPOINT": "http://203.0.113.1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-c", GUARD + code, *map(str, words)],
