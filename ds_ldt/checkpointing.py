@@ -290,7 +290,14 @@ def _write_rank_files(
 def _layer_state(layer: Module, exclude_frozen_parameters: bool) -> dict[str, Tensor]:
     """The weights of a layer, each with storage of its own: a view would take all of its storage to disk."""
     left_out = {name for name, p in layer.named_parameters() if exclude_frozen_parameters and not p.requires_grad}
-    return {key: value.detach().cpu().clone() for key, value in layer.state_dict().items() if key not in left_out}
+    state = {key: value for key, value in layer.state_dict().items() if key not in left_out}
+    others = [key for key, value in state.items() if not isinstance(value, Tensor)]
+    if others:
+        raise CheckpointError(
+            f"a layer of {type(layer).__name__} keeps {', '.join(others)}, which is no tensor, and layer files hold "
+            "tensors. Fix: let get_extra_state() return a tensor, or pass the value in client_state"
+        )
+    return {key: value.detach().cpu().clone() for key, value in state.items()}
 
 
 def _write(state: Mapping[str, Any], path: Path) -> None:

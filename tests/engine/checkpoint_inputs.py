@@ -72,6 +72,11 @@ def numbers_of_numpy(settings: dict[str, Any], root: str) -> dict[str, Any]:
     if engine.site == "cloud":
         scheduler.base_lrs = [Path("x")]
     found["told"] = refusal(lambda: engine.save_checkpoint(site_directory(root), tag="odd"))
+    scheduler.base_lrs = [0.01]
+    if engine.site == "cloud":
+        layer = next(iter(engine.module.owned_layers().values()))
+        layer.register_state_dict_post_hook(lambda module, state, *_: state.update(_extra_state={"n": 1}))
+    found["extra"] = refusal(lambda: engine.save_checkpoint(site_directory(root), tag="extra"))
     found["there"] = sorted(path.name for path in Path(site_directory(root)).iterdir())
     return found
 
@@ -196,4 +201,3 @@ def in_the_way(settings: dict[str, Any], root: str) -> dict[str, Any]:
     dist.barrier()
     path, _ = engine.load_checkpoint(str(mine), tag="good")
     return {"told": told, "hidden": hidden, "loaded": Path(str(path)).name}
-

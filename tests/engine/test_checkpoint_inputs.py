@@ -40,6 +40,7 @@ def test_S82_numbers_of_numpy_are_saved_as_plain_ones_and_what_could_not_be_read
         assert rank["same"]
         assert rank["there"] == ["global_step1", "latest"]
     assert "the state of LambdaLR holds PosixPath('x') of type PosixPath" in cloud["told"]
+    assert "keeps _extra_state, which is no tensor" in cloud["extra"]
     assert "1 other rank(s) failed (1)" in edge["told"]
 
 
