@@ -11,17 +11,17 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
 from deepspeed.utils.logging import print_dist
 
-from ds_ldt.config import JobConfig, load_config
-from ds_ldt.coverage import agree_that_all_have_one, given_parameters
-from ds_ldt.engine import LDTPipelineEngine
+from ds_ldt.checkpointing.output_paths import check_together, output_paths_of
+from ds_ldt.comm.launch import prepare_environment
+from ds_ldt.config.schema import JobConfig, load_config
 from ds_ldt.errors import Absent, ConfigError
-from ds_ldt.launch import prepare_environment
-from ds_ldt.module import LDTPipelineModule
-from ds_ldt.output_paths import check_together, output_paths_of
-from ds_ldt.parameters import count_parameters
-from ds_ldt.plan.hints import known_from_config, memory_warning
-from ds_ldt.rehearsal import steps_without_learning
-from ds_ldt.topology import RankMap
+from ds_ldt.plan.cost_file import known_from_config, memory_warning
+from ds_ldt.runtime.engine import LDTPipelineEngine
+from ds_ldt.runtime.module import LDTPipelineModule
+from ds_ldt.runtime.optimizer_coverage import agree_that_all_have_one, given_parameters
+from ds_ldt.runtime.optimizer_rehearsal import steps_without_learning
+from ds_ldt.runtime.parameter_count import count_parameters
+from ds_ldt.topology.ranks import RankMap
 
 
 def initialize(
@@ -48,7 +48,7 @@ def initialize(
 
     Args:
         args: may carry ``deepspeed_config``, a path, in place of ``config``.
-        model: an :class:`~ds_ldt.module.LDTPipelineModule`.
+        model: an :class:`~ds_ldt.runtime.module.LDTPipelineModule`.
         optimizer: a ``torch.optim.Optimizer`` over this rank's parameters, or a callable that makes one of
             ``model_parameters``; it wins over the JSON. It holds all that is trained here, in groups as you like;
             frozen parameters may be among them.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from ds_ldt.waits import Wait
+    from ds_ldt.comm.waits import Wait
 
 _SHOWN_CHARACTERS = 120
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from deepspeed.runtime.pipe import schedule as ds
 
-from ds_ldt.calibration import Calibration
 from ds_ldt.plan import Op
-from ds_ldt.plan.measured import Duration
-from ds_ldt.schedule import Key
+from ds_ldt.plan.measured_costs import Duration
+from ds_ldt.profiling.step_timer import Calibration
+from ds_ldt.runtime.schedule import Key
 
 COMPUTE_S, POST_S, WAIT_S = 0.010, 0.004, 0.050
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from ds_ldt import cli
-from ds_ldt.config import load_config
+from ds_ldt.cli import main as cli
+from ds_ldt.config.schema import load_config
 from ds_ldt.errors import ConfigError
-from ds_ldt.layout import Layout
 from ds_ldt.plan import Compute, PipelineShape, lower, validate
-from ds_ldt.plan.hints import costs_document, known_from_config, known_from_file
-from ds_ldt.plan.trace import trace_document
+from ds_ldt.plan.chrome_trace import trace_document
+from ds_ldt.plan.cost_file import costs_document, known_from_config, known_from_file
+from ds_ldt.topology.layout import Layout
 from tests.plan.shapes import full_shape
 
 ROOT = Path(__file__).parent.parent
@@ -234,9 +234,9 @@ def test_neither_command_needs_torch(config: str, tmp_path: Path) -> None:
 def test_the_module_and_the_console_script_are_the_same_program(config: str) -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    assert setup["options.entry_points"]["console_scripts"].strip() == "ds-ldt = ds_ldt.cli:main"
+    assert setup["options.entry_points"]["console_scripts"].strip() == "ds-ldt = ds_ldt.cli.main:main"
     ran = subprocess.run(
-        [sys.executable, "-m", "ds_ldt.cli", "plan", config, "--json"],
+        [sys.executable, "-m", "ds_ldt.cli.main", "plan", config, "--json"],
         check=True,
         timeout=120,
         capture_output=True,

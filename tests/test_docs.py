@@ -14,9 +14,9 @@ import pytest
 from pydantic import BaseModel
 
 import ds_ldt
-from ds_ldt.config import LDTConfig
-from ds_ldt.layout import Layout
+from ds_ldt.config.schema import LDTConfig
 from ds_ldt.plan import Costs, PipelineShape, build_plan, lower_bound, simulate
+from ds_ldt.topology.layout import Layout
 from tests.harness import ROOT, run_group
 from tests.scripts import script
 
@@ -190,7 +190,7 @@ def unknown_options(words: list[str]) -> list[str]:
     if "deepspeed" in words:
         known += "--no_ssh --node_rank --hostfile --master_addr --master_port"
     if words[0] == "ds-ldt":
-        known += read(ROOT / "ds_ldt/cli.py")
+        known += read(ROOT / "ds_ldt/cli/main.py")
     options = [word.split("=")[0] for word in words if word.startswith("--")]
     return [option for option in options if not re.search(rf"{option}\b(?!-)", known)]
 

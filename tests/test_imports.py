@@ -10,7 +10,14 @@ import pytest
 import ds_ldt
 
 HEAVY = ("torch", "deepspeed", "transformers")
-PURE = ("ds_ldt", "ds_ldt.config", "ds_ldt.errors", "ds_ldt.layout", "ds_ldt.topology", "ds_ldt.plan")
+PURE = (
+    "ds_ldt",
+    "ds_ldt.config.schema",
+    "ds_ldt.errors",
+    "ds_ldt.topology.layout",
+    "ds_ldt.topology.ranks",
+    "ds_ldt.plan",
+)
 
 
 def loaded_by(statement: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_ldt.conversion.adapter import export_adapter, merge_adapter
-from ds_ldt.conversion.to_hf import convert_to_hf
-from ds_ldt.conversion.to_layers import convert_to_layers
+from ds_ldt.checkpointing.adapter import export_adapter, merge_adapter
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.to_hf import convert_to_hf
 
 __all__ = ["convert_to_hf", "convert_to_layers", "export_adapter", "merge_adapter"]

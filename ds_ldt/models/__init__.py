@@ -9,9 +9,9 @@ from ds_ldt.models.batch import count_targets, prepare_batch
 from ds_ldt.models.causal_lm import causal_lm_loss
 from ds_ldt.models.families import FAMILIES
 from ds_ldt.models.family import ModelFamily
-from ds_ldt.models.keys import NUM_LEADING, NUM_TRAILING, KeyMap
-from ds_ldt.models.pretrained import from_pretrained
 from ds_ldt.models.registry import build_layers, checked_config, family_of, read_hf_config
+from ds_ldt.models.weight_names import NUM_LEADING, NUM_TRAILING, KeyMap
+from ds_ldt.runtime.pretrained import from_pretrained
 
 __all__ = [
     "FAMILIES",

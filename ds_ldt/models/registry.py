@@ -13,11 +13,11 @@ from deepspeed.pipe import LayerSpec
 from transformers import AutoConfig, PreTrainedConfig
 
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
-from ds_ldt.layout import Layout
 from ds_ldt.models.attention import MASK_FUNCTIONS
 from ds_ldt.models.config_values import rope_problems, trial_problem, value_problems
 from ds_ldt.models.families import FAMILIES
 from ds_ldt.models.family import ModelFamily, model_problem
+from ds_ldt.topology.layout import Layout
 
 CONFIG_FILE = "config.json"
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")

@@ -9,7 +9,7 @@ from ds_ldt.errors import ConfigError
 from ds_ldt.plan.instructions import Channel, Flow
 
 if TYPE_CHECKING:
-    from ds_ldt.layout import Layout
+    from ds_ldt.topology.layout import Layout
 
 EDGE_STAGE = 0
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_ldt.layout import Layout
 from ds_ldt.plan import Costs, PipelineShape, lower_bound
+from ds_ldt.topology.layout import Layout
 from tests.benchmarks import link as emulator
 from tests.benchmarks.peers import ROWS, Place, Row
 from tests.benchmarks.setting import Setup

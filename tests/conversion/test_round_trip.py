@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_ldt.checkpointing.hf_weights import HFWeights
+from ds_ldt.checkpointing.layer_files import LayerFiles, read_layer
 from ds_ldt.conversion import convert_to_hf, convert_to_layers
-from ds_ldt.models.hf_files import HFWeights
-from ds_ldt.models.layer_files import LayerFiles, read_layer
 from tests.conversion.models import CONFIG, MATRIX, assert_same_tensors, rewrite, save_model, tensors_of
 from tests.models.tiny import FAMILY_NAMES, batch_of
 

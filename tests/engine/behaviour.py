@@ -22,7 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 import ds_ldt
-from ds_ldt import streams
+from ds_ldt.comm import groups as streams
 from tests.engine.cases import initialize, toy_engine, toy_module, train_steps, weights_of
 from tests.engine.scenarios import SCENARIOS
 from tests.toy import Points, domain_batches
@@ -50,7 +50,7 @@ def train_scenario(name: str, settings: dict[str, Any], steps: int, options: dic
 
 def train_without_slice_scaling(settings: dict[str, Any], steps: int) -> dict[str, Any]:
     """Negative control: an edge replica that sums over its domains instead of averaging."""
-    with mock.patch("ds_ldt.engine.scale_for_slice"):
+    with mock.patch("ds_ldt.runtime.engine.scale_for_slice"):
         return _train(toy_engine(settings), steps)
 
 

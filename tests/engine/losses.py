@@ -34,7 +34,7 @@ def all_forwards_first(shape: PipelineShape, **_: Any) -> Plan:
 
 def train_with_all_losses_in_flight(settings: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train by that plan; also the most losses that this rank held at once."""
-    with mock.patch("ds_ldt.planning.build_plan", all_forwards_first):
+    with mock.patch("ds_ldt.profiling.replanning.build_plan", all_forwards_first):
         engine = toy_engine(settings)
         most, finish = 0, engine._finish_forward
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_ldt
-from ds_ldt.deferred import WeightLedger
+from ds_ldt.runtime.weight_gradients import WeightLedger
 from tests.engine.behaviour import as_bf16, tied_engine
 from tests.engine.cases import initialize, toy_engine, toy_module, train_steps, weights_of
 from tests.toy import Points

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ldt.config import load_config
+from ds_ldt.config.schema import load_config
 from tests.engine.cases import config, layout
 from tests.harness import GroupPool
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_ldt.agreement import differences
+from ds_ldt.comm.agreement import differences
 from tests.bad_configs import BAD_CONFIGS
 from tests.engine.cases import config, layout
 from tests.harness import GroupPool, run_group

@@ -1,0 +1,378 @@
+"""The configuration of a job: a DeepSpeed JSON with an "ldt" section, checked before any process group exists.
+
+    job = load_config("ds_configs/text_2_stage_2_domains.json", world_size=3)
+    job.ldt.pipeline_num_layers, job.num_micro_batches, job.deepspeed
+
+Every fault found is listed in one `ConfigError`. The text depends on the configuration only, so every rank of a
+job raises the same one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from ds_ldt.config.deepspeed_settings import ELSEWHERE, batch_numbers, deepspeed_problems
+from ds_ldt.config.json_file import read_json
+from ds_ldt.config.lora import LoraSettings, adapters_and_freeze
+from ds_ldt.config.messages import paths_of, translated
+from ds_ldt.config.modalities import MODALITIES, by_modality, listed, mapping_form, matrices_sites
+from ds_ldt.config.rules import (
+    Batch,
+    Matrices,
+    Matrix,
+    complete_batch,
+    edge_divides_cloud,
+    matrix_form,
+    matrix_sites,
+    one_for_each_chunk,
+    weights_can_wait,
+    world_size_fits,
+)
+from ds_ldt.config.sections import Section, TraceConfig
+from ds_ldt.errors import Absent, ConfigError, ConfigProblem
+
+_WEEK_S = 604800.0
+_SIZE = "a whole number >= 1"
+_SECTION = "an object with named settings"
+_EACH = f"or one for each of {' and '.join(MODALITIES)}"
+
+
+ByModality = float | dict[str, float]
+"""A number, or where the modalities of a model differ one for each of them."""
+
+
+class SiteConfig(Section):
+    """Sizes of one site.
+
+    Attributes:
+        data_parallel_size: E on the edge (replicas), D in the cloud (domains).
+        tensor_parallel_size: Ranks that share one stage of one replica or domain; only 1 is supported yet.
+    """
+
+    data_parallel_size: int = Field(default=1, ge=1, description=_SIZE, examples=[2])
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, le=1, description="1 (other tensor parallel sizes are not supported yet)", examples=[1]
+    )
+
+
+class ScheduleConfig(Section):
+    """How the micro-batches are ordered.
+
+    Attributes:
+        policy: Name of the schedule policy; "auto" takes the one that is best for the link.
+        max_in_flight: Most micro-batches that a rank may hold for one domain; None for what the policy asks for.
+        memory_gb: Gigabytes (1e9 bytes) of a rank that the activations of micro-batches in flight may take; None for
+            no limit. It limits what is in flight as soon as the bytes of a micro-batch are known.
+        layer_activation_mb: Megabytes (1e6 bytes) that a layer keeps of one micro-batch until its backward; a hint.
+        layer_forward_ms: Milliseconds of one layer's forward of one micro-batch; a hint, used until it is measured.
+            Only its ratio to the latency matters: too low a value plans for more micro-batches in flight than needed.
+        split_backward: Run the backwards of the cloud in two halves: the gradients of the inputs first, which the next
+            rank waits for; those of the weights when there is nothing else to do.
+        measure_steps: First training steps that "auto" measures before it plans anew; 0 keeps the plan of the hints.
+    """
+
+    policy: Literal["ldt_1f1b", "closed_form", "greedy", "auto"] = Field(
+        default="auto", description='one of "ldt_1f1b", "closed_form", "greedy", "auto"', examples=["auto"]
+    )
+    max_in_flight: int | None = Field(default=None, ge=1, description=f"{_SIZE}, or null", examples=[8])
+    memory_gb: float | None = Field(default=None, gt=0, description="gigabytes, a number > 0, or null", examples=[16])
+    layer_activation_mb: ByModality | None = Field(
+        default=None, description=f"megabytes, a number > 0, {_EACH}, or null", examples=[40]
+    )
+    layer_forward_ms: ByModality = Field(default=2.0, description=f"milliseconds, a number > 0, {_EACH}", examples=[2])
+    split_backward: bool = Field(default=False, description="true or false", examples=[True])
+    measure_steps: int = Field(default=3, ge=0, description="a whole number >= 0", examples=[3])
+
+    @field_validator("layer_activation_mb", "layer_forward_ms", mode="before")
+    @classmethod
+    def _positive(cls, value: object) -> object:
+        return None if value is None else by_modality(value, lambda number: 0 < number < math.inf)
+
+
+class LinkConfig(Section):
+    """What is known of the wide-area link beforehand: hints for planning.
+
+    Attributes:
+        latency_ms: One-way latency in milliseconds.
+        bandwidth_mbps: Bandwidth of an edge replica in megabits per second, each way; 0 means unlimited.
+        message_mb: Megabytes (1e6 bytes) of the activations of one micro-batch at a boundary, and of their gradient;
+            of the largest one where sizes differ.
+    """
+
+    latency_ms: float = Field(default=20.0, ge=0, description="milliseconds, a number >= 0", examples=[20])
+    bandwidth_mbps: float = Field(
+        default=1000.0, ge=0, description="megabits per second, a number >= 0 (0: unlimited)", examples=[1000]
+    )
+    message_mb: ByModality = Field(default=1.0, description=f"megabytes, a number >= 0, {_EACH}", examples=[1])
+
+    @field_validator("message_mb", mode="before")
+    @classmethod
+    def _not_negative(cls, value: object) -> object:
+        return by_modality(value, lambda number: 0 <= number < math.inf)
+
+
+class LDTConfig(Section):
+    """The "ldt" section.
+
+    Attributes:
+        pipeline_num_layers: V x P layers per (chunk, stage) cell; for a model of two modalities a mapping from each
+            modality to such a matrix.
+        edge: Sizes of the edge.
+        cloud: Sizes of the cloud.
+        schedule: The schedule policy and its memory cap.
+        link: Hints about the link.
+        timeout_s: Seconds without an answer from a peer after which the job ends.
+        allow_exposed_edge: Accept no decoder layer before the first hop or after the last one.
+        loss_reduction: Mean over target tokens or over micro-batches; None for the model's default ("token" for
+            Hugging Face models, "micro_batch" for lists of layers).
+        activation_checkpoint_interval: Layers between activation checkpoints, by chunk; None: DeepSpeed's own setting.
+        freeze: Names of parts of the model that are not trained; which there are, the model says.
+        lora: Adapters that are trained in place of the model; None to train the model itself.
+        measured_costs: File into which rank 0 writes what "auto" measured, for `ds-ldt plan --costs`; None for none.
+        trace: Which steps are recorded for `ds-ldt draw --trace` and Perfetto; None for none.
+    """
+
+    pipeline_num_layers: Matrix | Matrices = Field(
+        description="a list of chunks, each a list of layer counts, one count per stage",
+        examples=[[[2, 13, 13], [2, 0, 0]]],
+    )
+    edge: SiteConfig = Field(default=SiteConfig(), description=_SECTION, examples=[{"data_parallel_size": 1}])
+    cloud: SiteConfig = Field(default=SiteConfig(), description=_SECTION, examples=[{"data_parallel_size": 2}])
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description=_SECTION, examples=[{"policy": "auto"}])
+    link: LinkConfig = Field(default=LinkConfig(), description=_SECTION, examples=[{"latency_ms": 20}])
+    timeout_s: float = Field(
+        default=300.0, gt=0, le=_WEEK_S, description=f"seconds, a number > 0 and <= {_WEEK_S:.0f}", examples=[300]
+    )
+    allow_exposed_edge: bool = Field(default=False, description="true or false", examples=[True])
+    loss_reduction: Literal["token", "micro_batch"] | None = Field(
+        default=None, description='one of "token", "micro_batch", null', examples=["token"]
+    )
+    activation_checkpoint_interval: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None, description="whole numbers of layers >= 0, one for each chunk, or null", examples=[[1, 0]]
+    )
+    freeze: list[str] = Field(
+        default=[], description="a list of names of parts of the model", examples=[["vision_encoder"]]
+    )
+    lora: LoraSettings | None = Field(
+        default=None, description=f"{_SECTION}, or null", examples=[{"r": 8, "target_modules": ["q_proj"]}]
+    )
+    measured_costs: str | None = Field(
+        default=None, min_length=1, description="the path of a file, or null", examples=["costs.json"]
+    )
+    trace: TraceConfig | None = Field(
+        default=None, description=f"{_SECTION}, or null", examples=[{"path": "trace", "steps": [3, 4]}]
+    )
+
+    @field_validator("pipeline_num_layers", mode="before")
+    @classmethod
+    def _matrix(cls, value: object) -> object:
+        problem = mapping_form(value) if isinstance(value, Mapping) else matrix_form(value)
+        if problem is not None:
+            raise ConfigError.from_problems([problem])
+        if isinstance(value, Mapping):
+            return {name: tuple(tuple(row) for row in value[name]) for name in MODALITIES}
+        return tuple(tuple(row) for row in value)  # type: ignore[attr-defined]
+
+    @model_validator(mode="after")
+    def _sizes(self) -> LDTConfig:
+        # A model may bring leading and trailing layers, of which this section knows nothing: they get the benefit of
+        # the doubt here, and `Layout.build` looks again when the model is known.
+        layers, exposed = self.pipeline_num_layers, self.allow_exposed_edge
+        found = [
+            edge_divides_cloud(self.edge.data_parallel_size, self.cloud.data_parallel_size),
+            one_for_each_chunk(self.activation_checkpoint_interval, layers),
+            matrices_sites(layers, allow_exposed_edge=exposed)
+            if isinstance(layers, dict)
+            else matrix_sites(layers, num_leading=1, num_trailing=1, allow_exposed_edge=exposed),
+            adapters_and_freeze(self.lora, self.freeze),
+            *self._hints(),
+        ]
+        problems = [problem for problem in found if problem is not None]
+        if problems:
+            raise ConfigError.from_problems(problems)
+        return self
+
+    def _hints(self) -> Iterator[ConfigProblem]:
+        """Find hints for each modality of a model that has one."""
+        for section, name in (
+            ("schedule", "layer_activation_mb"),
+            ("schedule", "layer_forward_ms"),
+            ("link", "message_mb"),
+        ):
+            value = getattr(getattr(self, section), name)
+            if isinstance(value, dict) and not isinstance(self.pipeline_num_layers, dict):
+                yield ConfigProblem(
+                    key=f"ldt.{section}.{name}",
+                    found=value,
+                    expected="one number, because ldt.pipeline_num_layers is one matrix",
+                    fix="write a number",
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """P, the edge included."""
+        layers = self.pipeline_num_layers
+        return len((layers[MODALITIES[0]] if isinstance(layers, dict) else layers)[0])
+
+    @property
+    def configured_layers(self) -> list[list[int]] | dict[str, list[list[int]]]:
+        """`pipeline_num_layers` as JSON has it."""
+        layers = self.pipeline_num_layers
+        return listed(layers) if isinstance(layers, dict) else [list(row) for row in layers]
+
+
+LDT_PATHS: Mapping[str, str] = {
+    path.rpartition(".")[2]: path
+    for path in reversed(paths_of(LDTConfig, "ldt."))
+    if path.rpartition(".")[2] not in ("path", "r", "bias")
+}
+"""Last part of the path of a setting of the "ldt" section -> its path; of several, the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """A checked configuration; `load_config` builds it.
+
+    Attributes:
+        ldt: The "ldt" section.
+        deepspeed: The rest of the JSON with all three batch numbers, fit to be passed to DeepSpeed unchanged.
+        micro_batch_size: Samples per micro-batch and domain.
+        num_micro_batches: M, micro-batches per domain and step (`gradient_accumulation_steps`).
+        train_batch_size: Samples per step over all domains.
+    """
+
+    ldt: LDTConfig
+    deepspeed: dict[str, Any]
+    micro_batch_size: int
+    num_micro_batches: int
+    train_batch_size: int
+
+    @property
+    def num_domains(self) -> int:
+        """D, the number of data-parallel cloud pipelines."""
+        return self.ldt.cloud.data_parallel_size
+
+    @property
+    def num_replicas(self) -> int:
+        """E, the number of data-parallel copies of the edge stage."""
+        return self.ldt.edge.data_parallel_size
+
+    @property
+    def slice_size(self) -> int:
+        """K = D/E, the number of domains that each edge replica serves."""
+        return self.num_domains // self.num_replicas
+
+    @property
+    def num_stages(self) -> int:
+        """P, the edge included."""
+        return self.ldt.num_stages
+
+    @property
+    def world_size(self) -> int:
+        """E*Te + (P-1)*D*Tc, the number of processes of the job."""
+        on_edge = self.num_replicas * self.ldt.edge.tensor_parallel_size
+        return on_edge + (self.num_stages - 1) * self.num_domains * self.ldt.cloud.tensor_parallel_size
+
+
+ConfigSource = str | PathLike[str] | Mapping[str, Any] | JobConfig
+
+
+def load_config(source: ConfigSource, *, world_size: int | None = None) -> JobConfig:
+    """Read and check a configuration.
+
+    Args:
+        source: Path of a JSON file, its content as a mapping (never changed), or a `JobConfig` (returned as is).
+        world_size: Number of processes launched, to be checked; None where none are.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        ConfigError: Something is wrong; all faults found are listed.
+    """
+    where = None
+    if isinstance(source, JobConfig):
+        job = source
+    elif isinstance(source, Mapping):
+        job = _job(copy.deepcopy(dict(source)), where)
+    elif isinstance(source, str | PathLike):
+        where = str(source)
+        job = _job(read_json(source), where)
+    else:
+        raise ConfigError.of(
+            "config",
+            found=Absent(f"an object of type {type(source).__name__}"),
+            expected="the path of a JSON file or its content as a dict",
+            fix="pass one of the two",
+        )
+    if world_size is not None:
+        _check_world_size(job, world_size, where)
+    return job
+
+
+def _job(settings: dict[str, Any], where: str | None) -> JobConfig:
+    section = settings.pop("ldt", None)
+    problems = list(deepspeed_problems(settings, elsewhere=LDT_PATHS))
+    ldt: LDTConfig | None = None
+    if not isinstance(section, Mapping):
+        problems.append(
+            ConfigProblem(
+                key="ldt",
+                found=Absent() if section is None else section,
+                expected='the section that describes the split, {"pipeline_num_layers": ..., "cloud": ...}',
+                fix='add an "ldt" object to the JSON',
+            )
+        )
+    else:
+        try:
+            ldt = LDTConfig.model_validate(dict(section))
+        except ValidationError as error:
+            problems.extend(translated(error, LDTConfig, elsewhere={**ELSEWHERE, **LDT_PATHS}))
+    if ldt is not None:
+        early = weights_can_wait(settings, split_backward=ldt.schedule.split_backward)
+        problems += [] if early is None else [early]
+    batch: Batch | ConfigProblem | None = None
+    if ldt is not None and not problems:
+        batch = complete_batch(
+            batch_numbers(settings),
+            num_domains=ldt.cloud.data_parallel_size,
+            num_replicas=ldt.edge.data_parallel_size,
+        )
+        if isinstance(batch, ConfigProblem):
+            problems.append(batch)
+    if problems or ldt is None or not isinstance(batch, Batch):
+        raise ConfigError.from_problems(problems, where=where)
+    return _assembled(ldt, settings, batch)
+
+
+def _assembled(ldt: LDTConfig, settings: dict[str, Any], batch: Batch) -> JobConfig:
+    return JobConfig(
+        ldt=ldt,
+        deepspeed=settings
+        | {
+            "train_batch_size": batch.train,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+        },
+        micro_batch_size=batch.micro,
+        num_micro_batches=batch.accumulation,
+        train_batch_size=batch.train,
+    )
+
+
+def _check_world_size(job: JobConfig, world_size: int, where: str | None) -> None:
+    problem = world_size_fits(
+        world_size,
+        edge=(job.num_replicas, job.ldt.edge.tensor_parallel_size),
+        cloud=(job.num_domains, job.ldt.cloud.tensor_parallel_size),
+        num_stages=job.num_stages,
+    )
+    if problem is not None:
+        raise ConfigError.from_problems([problem], where=where)
