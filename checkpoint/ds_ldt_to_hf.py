@@ -23,8 +23,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_ldt.checkpointing.adapter import export_adapter, merge_adapter
 from ds_ldt.checkpointing.shards import DEFAULT_MAX_SHARD_SIZE
-from ds_ldt.conversion import convert_to_hf, export_adapter, merge_adapter
+from ds_ldt.checkpointing.to_hf import convert_to_hf
 from ds_ldt.errors import LDTError
 
 

@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_ldt.conversion import convert_to_layers
+from ds_ldt.checkpointing.from_hf import convert_to_layers
 from ds_ldt.errors import LDTError
 
 

@@ -157,7 +157,7 @@ from argparse import Namespace
 from pathlib import Path
 import torch
 import ds_ldt
-from ds_ldt.conversion import convert_to_layers
+from ds_ldt.checkpointing.from_hf import convert_to_layers
 from ds_ldt.checkpointing.adapter import merge_adapter
 from ds_ldt.data.conversations import ImageTextProcessor
 from ds_ldt.models.registry import read_hf_config

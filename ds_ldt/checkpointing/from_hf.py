@@ -41,8 +41,8 @@ def convert_to_layers(
     """Split a Hugging Face model into layer files, the edge's and the cloud's in a directory each.
 
     Each layer is read, written and forgotten before the next. Values and dtypes are kept. The edge also gets what lies
-    beside the weights, tokenizer and licence (:mod:`ds_ldt.checkpointing.further_files`); the cloud gets config.json and
-    nothing else beside its layers.
+    beside the weights, tokenizer and licence (:mod:`ds_ldt.checkpointing.further_files`); the cloud gets config.json
+    and nothing else beside its layers.
 
     Args:
         hf_directory: A model saved as safetensors, in one file or in shards.

@@ -62,7 +62,7 @@ class OptimizerFiles:
         return max((stage for stage in stages if stage <= self._stage), default=stages[0])
 
     def whole(self) -> Iterator[Mapping[str, Any]]:
-        """Read what :func:`~ds_ldt.checkpointing.optimizer_states.whole_state` gave on each stage, this one's first."""
+        """Read what `whole_state` of :mod:`~ds_ldt.checkpointing.optimizer_states` gave, of this stage first."""
         for stage in self._in_order(self._stages()):
             optimizer = self._read(stage_file(stage))["optimizer"]
             if optimizer is not None:

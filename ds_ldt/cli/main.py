@@ -7,7 +7,7 @@
     ds-ldt draw config.json --trace trace.json -o both.svg
     ds-ldt check config.json --site edge --master_addr 203.0.113.10      and the same with --site cloud there
 
-`python -m ds_ldt.cli.main` is the same program. It ends with status 0, with 1 if something is wrong with the input (one
+`python -m ds_ldt.cli` is the same program. It ends with status 0, with 1 if something is wrong with the input (one
 message on stderr says what), and with 2 if the command line itself is wrong.
 """
 

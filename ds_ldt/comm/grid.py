@@ -1,7 +1,7 @@
 """The DeepSpeed face of the topology: ``ProcessTopology`` and ``PipelineParallelGrid`` for two unequal sites.
 
-:mod:`ds_ldt.topology.ranks` knows which rank sits where; this module gives that knowledge the two shapes which DeepSpeed
-asks for, and creates the few process groups that collectives need.
+:mod:`ds_ldt.topology.ranks` knows which rank sits where; this module gives that knowledge the two shapes which
+DeepSpeed asks for, and creates the few process groups that collectives need.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 class LDTTopology(ProcessTopology):
     """A ``ProcessTopology`` in which stage 0 has E data coordinates and every other stage has D.
 
-    It is not a cartesian product, so the ranks come from a :class:`~ds_ldt.topology.ranks.RankMap`. With E = D and equal
-    tensor parallel sizes it equals DeepSpeed's ``PipeDataParallelTopology`` (or ``PipeModelDataParallelTopology``
+    It is not a cartesian product, so the ranks come from a :class:`~ds_ldt.topology.ranks.RankMap`. With E = D and
+    equal tensor parallel sizes it equals DeepSpeed's ``PipeDataParallelTopology`` (or ``PipeModelDataParallelTopology``
     where a tensor parallel size is not 1) rank by rank.
 
     Args:

@@ -1,7 +1,7 @@
 """The "lora" section: PEFT's own names, checked for their form without PEFT.
 
-PEFT checks the rest when the adapters are laid out (`ds_ldt.models.lora`). Settings of PEFT's `LoraConfig` that cannot be
-honoured layer by layer over two sites are refused by name.
+PEFT checks the rest when the adapters are laid out (`ds_ldt.models.lora`). Settings of PEFT's `LoraConfig` that
+cannot be honoured layer by layer over two sites are refused by name.
 """
 
 from __future__ import annotations

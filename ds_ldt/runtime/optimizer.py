@@ -57,8 +57,8 @@ class LDTShardedOptimizer(BF16_Optimizer):
     """fp32 master weights and fp32 gradient accumulation, each replica of a stage updating its slice of them.
 
     fp16 adds a loss scaler: a step whose norm is not finite is left out and lowers the scale. The norm is computed
-    beforehand by the engine (:func:`ds_ldt.comm.collectives.global_norm`) from gradients that no longer carry the scale, and
-    left in ``global_norm``: it has the same bits on every rank, so all ranks skip the same steps. (The parent would
+    beforehand by the engine (:func:`ds_ldt.comm.collectives.global_norm`) from gradients that no longer carry the
+    scale, and left in ``global_norm``: it has the same bits on every rank, so all ranks skip the same steps. (The parent would
     sum over a group in which every stage occurs once, which does not exist where E differs from D.)
 
     fp32 parameters are their own master weights and their ``grad`` is the accumulator, so nothing is kept twice.
@@ -237,8 +237,8 @@ class LDTShardedOptimizer(BF16_Optimizer):
     def load_shard(self, shard: Mapping[str, Any]) -> None:
         """Take over master weights and loss scale of a shard, which another number of replicas may have saved.
 
-        :func:`ds_ldt.checkpointing.optimizer_states.shard_for` cuts it for this replica. What its optimizer remembers is
-        loaded apart, by ``optimizer.load_state_dict(shard["base"])``.
+        :func:`ds_ldt.checkpointing.optimizer_states.shard_for` cuts it for this replica. What its optimizer remembers
+        is loaded apart, by ``optimizer.load_state_dict(shard["base"])``.
         """
         for current, saved in zip(self.fp32_groups_flat_partition, shard["fp32_partitions"], strict=True):
             current.data.copy_(saved)

@@ -6,8 +6,8 @@ by stage within a chunk. The cells that hold layers are the virtual stages:
     [[2, 13, 13],          chunk 0:   s0 on the edge -> s1 on stage 1 -> s2 on stage 2
      [2,  0,  0]]          chunk 1:   s3 on the edge
 
-A model of two modalities has a matrix for each (`ds_ldt.config.modalities`). Its layers are numbered through in the order in
-which a micro-batch meets them, so a layer has the same global pipeline layer index in every layout:
+A model of two modalities has a matrix for each (`ds_ldt.config.modalities`). Its layers are numbered through in the
+order in which a micro-batch meets them, so a layer has the same global pipeline layer index in every layout:
 
     leading, vision_encoder, joining layers, text_decoder, trailing
 

@@ -16,9 +16,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ds_ldt.checkpointing.adapter import export_adapter, merge_adapter
 from ds_ldt.config.lora import LoraSettings
 from ds_ldt.config.schema import load_config
-from ds_ldt.conversion import export_adapter, merge_adapter
 from ds_ldt.errors import CheckpointError, ConfigError
 from ds_ldt.models import build_layers, count_targets, family_of, read_hf_config
 from ds_ldt.models.lora import AdapterPlan, lora_config, plan_adapters

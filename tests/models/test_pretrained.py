@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import ds_ldt.runtime.module
+from ds_ldt.checkpointing.from_hf import convert_to_layers
 from ds_ldt.checkpointing.hf_weights import HFWeights
 from ds_ldt.checkpointing.layer_files import read_layer
 from ds_ldt.config.schema import load_config
-from ds_ldt.conversion import convert_to_layers
 from ds_ldt.errors import CheckpointError, ConfigError
 from ds_ldt.models import causal_lm_loss, checked_config, count_targets, family_of, from_pretrained
 from ds_ldt.models.batch import TextBatches
