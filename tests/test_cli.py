@@ -222,7 +222,7 @@ def test_empty_edge_cells_are_planned_where_they_are_allowed(run: Answers, confi
 def test_neither_command_needs_torch(config: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     script = (
-        "import sys; from ds_ldt import cli\n"
+        "import sys; from ds_ldt.cli import main as cli\n"
         f"assert cli.main(['plan', {config!r}]) == 0\n"
         f"assert cli.main(['draw', {config!r}, '-o', {str(tmp_path / 'plan.svg')!r}]) == 0\n"
         "heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules)\n"
@@ -236,7 +236,7 @@ def test_the_module_and_the_console_script_are_the_same_program(config: str) -> 
     setup.read(ROOT / "setup.cfg")
     assert setup["options.entry_points"]["console_scripts"].strip() == "ds-ldt = ds_ldt.cli.main:main"
     ran = subprocess.run(
-        [sys.executable, "-m", "ds_ldt.cli.main", "plan", config, "--json"],
+        [sys.executable, "-m", "ds_ldt.cli", "plan", config, "--json"],
         check=True,
         timeout=120,
         capture_output=True,

@@ -159,7 +159,7 @@ def test_S60_nobody_there_ends_the_command_in_time_with_status_1_and_without_an_
         command = [
             sys.executable,
             "-m",
-            "ds_ldt.cli.main",
+            "ds_ldt.cli",
             "check",
             config,
             "--site",

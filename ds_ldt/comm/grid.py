@@ -34,8 +34,8 @@ class LDTTopology(ProcessTopology):
     """A ``ProcessTopology`` in which stage 0 has E data coordinates and every other stage has D.
 
     It is not a cartesian product, so the ranks come from a :class:`~ds_ldt.topology.ranks.RankMap`. With E = D and
-    equal tensor parallel sizes it equals DeepSpeed's ``PipeDataParallelTopology`` (or ``PipeModelDataParallelTopology``
-    where a tensor parallel size is not 1) rank by rank.
+    equal tensor parallel sizes it equals DeepSpeed's ``PipeDataParallelTopology`` (or
+    ``PipeModelDataParallelTopology`` where a tensor parallel size is not 1) rank by rank.
 
     Args:
         rank_map: sizes and rank numbering.

@@ -1,7 +1,7 @@
 """``LDTPipelineEngine``: executes the plan of one rank, one small handler per instruction.
 
-The path of a micro-batch: :mod:`ds_ldt.runtime.step_inputs` draws it on the edge and announces its shapes; ``LoadMicroBatch``,
-``ForwardPass`` and ``SendActivation`` take it from virtual stage to virtual stage; on the tail ``ForwardPass`` ends in
+The path of a micro-batch: :mod:`ds_ldt.runtime.step_inputs` draws it on the edge and announces its shapes;
+``LoadMicroBatch``, ``ForwardPass`` and ``SendActivation`` take it from virtual stage to virtual stage; on the tail ``ForwardPass`` ends in
 the loss; ``BackwardPass`` and ``SendGrad`` retrace the way; ``ReduceGrads`` and ``OptimizerStep`` close the step.
 """
 

@@ -58,8 +58,8 @@ class LDTShardedOptimizer(BF16_Optimizer):
 
     fp16 adds a loss scaler: a step whose norm is not finite is left out and lowers the scale. The norm is computed
     beforehand by the engine (:func:`ds_ldt.comm.collectives.global_norm`) from gradients that no longer carry the
-    scale, and left in ``global_norm``: it has the same bits on every rank, so all ranks skip the same steps. (The parent would
-    sum over a group in which every stage occurs once, which does not exist where E differs from D.)
+    scale, and left in ``global_norm``: it has the same bits on every rank, so all ranks skip the same steps.
+    (The parent would sum over a group in which every stage occurs once, which does not exist where E differs from D.)
 
     fp32 parameters are their own master weights and their ``grad`` is the accumulator, so nothing is kept twice.
 

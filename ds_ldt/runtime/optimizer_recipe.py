@@ -22,7 +22,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_ldt.config.deepspeed_settings import shards_optimizer
 from ds_ldt.config.schema import JobConfig
-from ds_ldt.config.signatures import named_parameters, value_problem, value_problems
+from ds_ldt.runtime.optimizer_signatures import named_parameters, value_problem, value_problems
 from ds_ldt.config.spelling import unknown_key
 from ds_ldt.errors import Absent, ConfigProblem
 from ds_ldt.runtime.optimizer import ELEMENTWISE

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_ldt.config.signatures import named_parameters, takes_number_or_list, types_of
+from ds_ldt.runtime.optimizer_signatures import named_parameters, takes_number_or_list, types_of
 from ds_ldt.errors import ConfigProblem
 
 _TRIED_STEPS = 3

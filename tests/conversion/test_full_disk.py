@@ -56,8 +56,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def without_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a writer find the disk full while it writes, as if the room had been there when it looked."""
-    for module in ("directories", "to_layers"):
-        monkeypatch.setattr(f"ds_ldt.conversion.{module}.check_free", lambda needed: None)
+    for module in ("staging", "from_hf"):
+        monkeypatch.setattr(f"ds_ldt.checkpointing.{module}.check_free", lambda needed: None)
 
 
 @every_writer
