@@ -5,10 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
-
-if TYPE_CHECKING:
-    from ds_ldt.comm.waits import Wait
+from typing import Any, ClassVar
 
 _SHOWN_CHARACTERS = 120
 
@@ -29,14 +26,14 @@ class LinkError(LDTError, RuntimeError):
     """A message did not come, came malformed, or its peer is gone.
 
     Attributes:
-        wait: The wait that failed, until the other ranks have been asked about theirs; None if there is none to ask
-            about.
+        wait: The `ds_ldt.comm.waits.Wait` that failed, until the other ranks have been asked about theirs; None if
+            there is none to ask about.
     """
 
-    wait: Wait | None = None
+    wait: Any = None
 
     @classmethod
-    def of(cls, wait: Wait, text: str) -> LinkError:
+    def of(cls, wait: Any, text: str) -> LinkError:
         """Build the error for a wait that failed."""
         error = cls(text)
         error.wait = wait

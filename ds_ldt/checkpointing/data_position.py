@@ -10,17 +10,15 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.utils import logger
 
 from ds_ldt.checkpointing.manifest import check_content
+from ds_ldt.checkpointing.trainer import Trainer
 from ds_ldt.data.sampling import TrainingData
 from ds_ldt.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from ds_ldt.runtime.engine import LDTPipelineEngine
 
 _TRAINING_DATA = "training_data"
 
@@ -30,7 +28,7 @@ def file_name(replica: int) -> str:
     return f"data_replica_{replica:02d}.pt"
 
 
-def position_of(engine: LDTPipelineEngine) -> dict[str, Any] | None:
+def position_of(engine: Trainer) -> dict[str, Any] | None:
     """What :func:`read` finds of this rank; None in the cloud, and where no position is known.
 
     Raises:
@@ -60,7 +58,7 @@ class Position:
         state: what the data's ``state_dict()`` returned.
     """
 
-    def __init__(self, engine: LDTPipelineEngine, state: Any) -> None:
+    def __init__(self, engine: Trainer, state: Any) -> None:
         self._engine = engine
         self._state = state
         self._before: Any = None
@@ -91,7 +89,7 @@ class Position:
             self._engine.set_dataloader(source)  # a loader takes its position when it is iterated anew
 
 
-def read(engine: LDTPipelineEngine, directory: Path, files: Mapping[str, str]) -> Position | None:
+def read(engine: Trainer, directory: Path, files: Mapping[str, str]) -> Position | None:
     """Read where the data of this rank was when a checkpoint was saved; where that is of no use, say so.
 
     Args:
@@ -119,7 +117,7 @@ def read(engine: LDTPipelineEngine, directory: Path, files: Mapping[str, str]) -
     return Position(engine, found["state"])
 
 
-def _problem(engine: LDTPipelineEngine, source: Any, found: dict[str, Any]) -> str | None:
+def _problem(engine: Trainer, source: Any, found: dict[str, Any]) -> str | None:
     """Why a position that was found does not belong to the data at hand."""
     kind, replicas = found["kind"], engine.job.num_replicas
     if source is None:
@@ -137,14 +135,14 @@ def _kind(source: Any) -> str:
     return _TRAINING_DATA if isinstance(source, TrainingData) else "data_iter"
 
 
-def _source(engine: LDTPipelineEngine) -> Any:
+def _source(engine: Trainer) -> Any:
     """What holds the position: the loader that the iterator was made from, else the iterator."""
     if engine.site != "edge":
         return None
     return engine.data_iterator if engine.training_dataloader is None else engine.training_dataloader
 
 
-def _read(engine: LDTPipelineEngine, directory: Path, files: Mapping[str, str]) -> dict[str, Any] | None:
+def _read(engine: Trainer, directory: Path, files: Mapping[str, str]) -> dict[str, Any] | None:
     """The file of this replica, else of the first: replicas of training_data are all at the same position."""
     for replica in (engine.grid.data_parallel_id, 0):
         if file_name(replica) in files:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.utils import logger
@@ -21,15 +21,13 @@ from ds_ldt.checkpointing.layer_files import layer_file_name, read_layer, shape_
 from ds_ldt.checkpointing.manifest import CheckpointManifest, check_content, manifest_name
 from ds_ldt.checkpointing.optimizer_files import OptimizerFiles, stage_file
 from ds_ldt.checkpointing.optimizer_states import names_of, shard_for, whole_for
+from ds_ldt.checkpointing.trainer import Trainer
 from ds_ldt.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from ds_ldt.runtime.engine import LDTPipelineEngine
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def real_optimizer(engine: LDTPipelineEngine) -> Any:
+def real_optimizer(engine: Trainer) -> Any:
     """The optimizer of an engine that trains; None of one that only evaluates."""
     optimizer = engine.optimizer
     return optimizer if optimizer is not None and getattr(optimizer, "using_real_optimizer", True) else None
@@ -56,7 +54,7 @@ class Restoration:
 
     def __init__(
         self,
-        engine: LDTPipelineEngine,
+        engine: Trainer,
         directory: Path,
         *,
         strict: bool,

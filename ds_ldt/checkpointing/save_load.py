@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.utils import logger
@@ -35,18 +35,16 @@ from ds_ldt.checkpointing.manifest import CheckpointManifest, tag_problem
 from ds_ldt.checkpointing.optimizer_files import shard_file, stage_file
 from ds_ldt.checkpointing.optimizer_states import names_of, whole_state
 from ds_ldt.checkpointing.restoration import COUNTERS, Restoration, real_optimizer
+from ds_ldt.checkpointing.trainer import Trainer
 from ds_ldt.comm.collectives import MAX_TEXT_BYTES, bounded, exchange_text, ranks_where
 from ds_ldt.comm.identity import draw_identity
 from ds_ldt.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from ds_ldt.runtime.engine import LDTPipelineEngine
 
 _RESERVED = ("optimizer", "lr_scheduler", "module", *COUNTERS)
 
 
 def save(
-    engine: LDTPipelineEngine,
+    engine: Trainer,
     save_dir: str | os.PathLike[str],
     tag: str | None,
     client_state: Mapping[str, Any],
@@ -89,7 +87,7 @@ def save(
 
 
 def load(
-    engine: LDTPipelineEngine,
+    engine: Trainer,
     load_dir: str | os.PathLike[str],
     tag: str | None,
     *,
@@ -144,7 +142,7 @@ def load(
 
 
 def _together(
-    engine: LDTPipelineEngine,
+    engine: Trainer,
     what: str,
     action: Callable[[], object],
     *,
@@ -171,7 +169,7 @@ def _together(
         )
 
 
-def _agree_on_save(engine: LDTPipelineEngine, name: str) -> dict[str, str]:
+def _agree_on_save(engine: Trainer, name: str) -> dict[str, str]:
     """Let the first rank of the edge draw an identity for a save; every rank has to mean the same tag."""
     now = datetime.now(UTC).isoformat(timespec="microseconds")
     mine = {"tag": name, "save": draw_identity(), "saved_at": now}
@@ -192,7 +190,7 @@ def _agree_on_save(engine: LDTPipelineEngine, name: str) -> dict[str, str]:
     return {"save": edge["save"], "saved_at": edge["saved_at"]}
 
 
-def _surveys(engine: LDTPipelineEngine, place: CheckpointDirectory, wanted: str | None) -> tuple[Survey, Survey]:
+def _surveys(engine: Trainer, place: CheckpointDirectory, wanted: str | None) -> tuple[Survey, Survey]:
     """What the edge and the cloud hold, on every rank."""
     mine: list[Survey] = []
     _together(engine, f"look into {place.root}", lambda: mine.append(place.survey()), leaders_only=True)
@@ -201,7 +199,7 @@ def _surveys(engine: LDTPipelineEngine, place: CheckpointDirectory, wanted: str 
     return edge, cloud
 
 
-def _settle_tag(engine: LDTPipelineEngine, place: CheckpointDirectory, tag: str) -> None:
+def _settle_tag(engine: Trainer, place: CheckpointDirectory, tag: str) -> None:
     """Where an earlier job has ended inside the commit of this tag, keep the save that both sites hold."""
     edge, cloud = _surveys(engine, place, tag)
     held = common_save(edge.tags.get(tag, ()), cloud.tags.get(tag, ()))
@@ -210,7 +208,7 @@ def _settle_tag(engine: LDTPipelineEngine, place: CheckpointDirectory, tag: str)
         _together(engine, what, lambda: place.settle(tag, held.save), leaders_only=True)
 
 
-def _choose(engine: LDTPipelineEngine, place: CheckpointDirectory, wanted: str | None) -> Choice | None:
+def _choose(engine: Trainer, place: CheckpointDirectory, wanted: str | None) -> Choice | None:
     edge, cloud = _surveys(engine, place, wanted)
     choice = choose(edge, cloud, wanted)
     if choice is not None and choice.newer and wanted is None and engine.grid.is_site_leader:
@@ -226,7 +224,7 @@ def _choose(engine: LDTPipelineEngine, place: CheckpointDirectory, wanted: str |
 
 
 def _write_rank_files(
-    engine: LDTPipelineEngine, staging: Path, client_state: Mapping[str, Any], exclude_frozen_parameters: bool
+    engine: Trainer, staging: Path, client_state: Mapping[str, Any], exclude_frozen_parameters: bool
 ) -> None:
     _check_client_state(client_state)
     grid, optimizer = engine.grid, real_optimizer(engine)
@@ -298,9 +296,7 @@ def _num_bytes(value: Any) -> int:
 # -- the commit -------------------------------------------------------------------------------------------------------
 
 
-def _manifest(
-    engine: LDTPipelineEngine, tag: str, moment: Mapping[str, str], *, frozen_excluded: bool
-) -> CheckpointManifest:
+def _manifest(engine: Trainer, tag: str, moment: Mapping[str, str], *, frozen_excluded: bool) -> CheckpointManifest:
     adapters = engine.module.adapters
     return CheckpointManifest(
         site=engine.site,
@@ -317,7 +313,7 @@ def _manifest(
     )
 
 
-def _commit(engine: LDTPipelineEngine, place: CheckpointDirectory, manifest: CheckpointManifest) -> None:
+def _commit(engine: Trainer, place: CheckpointDirectory, manifest: CheckpointManifest) -> None:
     """Put the files of both sites in place; if one site cannot, neither does."""
     made: list[CheckpointManifest] = []
 

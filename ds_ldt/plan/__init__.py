@@ -10,7 +10,21 @@ from __future__ import annotations
 from ds_ldt.plan.bound import lower_bound
 from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.deadlock import min_posted_receives
-from ds_ldt.plan.instructions import Channel, Compute, Flow, Instruction, Kind, Op, Order, Orders
+from ds_ldt.plan.instructions import (
+    Channel,
+    Compute,
+    Flow,
+    Handler,
+    Handlers,
+    Instruction,
+    Key,
+    Kind,
+    Op,
+    Order,
+    Orders,
+    Planned,
+    planned,
+)
 from ds_ldt.plan.lower import lower
 from ds_ldt.plan.plan import Plan, peak_in_flight
 from ds_ldt.plan.planner import available_policies, build_plan
@@ -25,13 +39,17 @@ __all__ = [
     "Compute",
     "Costs",
     "Flow",
+    "Handler",
+    "Handlers",
     "Instruction",
+    "Key",
     "Kind",
     "Op",
     "Order",
     "Orders",
     "PipelineShape",
     "Plan",
+    "Planned",
     "Span",
     "Timeline",
     "available_policies",
@@ -41,6 +59,7 @@ __all__ = [
     "min_posted_receives",
     "parse_orders",
     "peak_in_flight",
+    "planned",
     "render_orders",
     "render_timeline",
     "simulate",

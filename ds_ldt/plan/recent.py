@@ -9,6 +9,9 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
+REMEMBERED_PLANS = 16
+"""Plans of which a rank remembers what follows from them: those of training, and of evaluations of several lengths."""
+
 
 class Recent(Generic[K, V]):
     """Answers that were made once and are kept while they are asked for.

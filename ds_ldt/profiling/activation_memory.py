@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ds_ldt.runtime.schedule import Handler, Handlers, Key
+from ds_ldt.plan import Channel, Handlers, Key, Kind
 
 
 class HeldBytes:
@@ -65,31 +65,24 @@ class ActivationMeter:
     def __init__(self) -> None:
         self.num_bytes: dict[int, int] = {}
 
-    def wrap(
-        self, handlers: Mapping[type, Handler], module: nn.Module, payloads: Callable[[Key], Iterable[Tensor]]
-    ) -> Handlers:
+    def wrap(self, handlers: Handlers, module: nn.Module, payloads: Callable[[Key], Iterable[Tensor]]) -> Handlers:
         """Make handlers for a training step that do the same and count in the forward passes.
 
         Args:
-            handlers: instruction type -> handler.
+            handlers: those of the step.
             module: whose parameters and buffers do not count.
             payloads: key -> the inputs and outputs that are held of a micro-batch after its forward pass.
         """
-        excluded = (*module.parameters(), *module.buffers())
+        excluded, forward = (*module.parameters(), *module.buffers()), handlers[Kind.FORWARD_PASS]
 
-        def counted(handler: Handler) -> Handler:
-            def handle(engine: Any, *, key: Key, **kwargs: Any) -> None:
-                held = HeldBytes(excluded)
-                with held.counting():
-                    handler(engine, key=key, **kwargs)
-                held.add(payloads(key))
-                self.num_bytes[key.virtual_stage] = max(held.num_bytes, self.num_bytes.get(key.virtual_stage, 0))
+        def counted(key: Key, channel: Channel | None) -> None:
+            held = HeldBytes(excluded)
+            with held.counting():
+                forward(key, channel)
+            held.add(payloads(key))
+            self.num_bytes[key.virtual_stage] = max(held.num_bytes, self.num_bytes.get(key.virtual_stage, 0))
 
-            return handle
-
-        return {
-            kind: counted(handler) if kind.__name__ == "ForwardPass" else handler for kind, handler in handlers.items()
-        }
+        return {**handlers, Kind.FORWARD_PASS: counted}
 
 
 def _identity(tensor: Tensor) -> int:

@@ -6,25 +6,23 @@ are. Steps that only evaluate are never observed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from deepspeed.utils import logger
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_ldt.comm.grid import LDTPipelineGrid
+from ds_ldt.comm.wire import Signature
 from ds_ldt.config.schema import JobConfig
-from ds_ldt.plan import PipelineShape, Plan
+from ds_ldt.plan import Handlers, Key, PipelineShape, Plan
 from ds_ldt.plan.cost_file import is_measured
 from ds_ldt.plan.measured_costs import LinkTimes, Readings
 from ds_ldt.plan.memory import peak_held
 from ds_ldt.profiling.activation_memory import ActivationMeter
 from ds_ldt.profiling.step_timer import Calibration
 from ds_ldt.profiling.trace_recorder import Recording
-from ds_ldt.runtime.module import LDTPipelineModule
-from ds_ldt.runtime.schedule import Handlers, Key
-from ds_ldt.runtime.step_inputs import Step
 
 
 class Observer:
@@ -34,43 +32,51 @@ class Observer:
         rank: this rank.
         job: says which steps are measured and traced.
         module: the layers of this rank.
+        waited_ns: tells how long the rank has waited for messages so far, in nanoseconds.
 
     Attributes:
         held: virtual stage of this rank -> bytes that it keeps of a micro-batch in flight; empty before the first
             training step is over.
     """
 
-    def __init__(self, rank: int, job: JobConfig, module: LDTPipelineModule) -> None:
+    def __init__(self, rank: int, job: JobConfig, module: nn.Module, waited_ns: Callable[[], int]) -> None:
         self.held: dict[int, int] = {}
         self._rank = rank
         self._module = module
         self._trace = job.ldt.trace
         self._meter: ActivationMeter | None = ActivationMeter()
-        self._calibration = Calibration(rank, job.ldt.schedule.measure_steps) if is_measured(job) else None
+        self._calibration = Calibration(rank, job.ldt.schedule.measure_steps, waited_ns) if is_measured(job) else None
         self._recording: Recording | None = None
 
     @contextmanager
     def watching(
-        self, handlers: Handlers, step: Step, *, number: int, payloads: Callable[[Key], Iterable[Tensor]]
+        self,
+        handlers: Handlers,
+        plan: Plan,
+        *,
+        signatures: Iterable[Sequence[Signature]],
+        number: int,
+        payloads: Callable[[Key], Iterable[Tensor]],
     ) -> Iterator[Handlers]:
         """Around the instructions of a step; gives the handlers to run it with. Traces are written when it is over.
 
         Args:
-            handlers: those of the engine.
-            step: the step that they are for.
+            handlers: those of the step.
+            plan: of the step.
+            signatures: for each micro-batch of the step, the signature at every boundary.
             number: of the training step, counted from 1; means nothing in others.
             payloads: key -> the inputs and outputs that are held of a micro-batch after its forward pass.
 
         Where a trace can no longer be written, recording ends with a warning and the training goes on.
         """
-        if not step.plan.training:
+        if not plan.training:
             yield handlers
             return
         if self._meter is not None:
             handlers = self._meter.wrap(handlers, self._module, payloads)
         if self._calibration is not None:
-            handlers = self._calibration.wrap(handlers, step)
-        with self._recorded(step.plan, handlers, number) as recorded:
+            handlers = self._calibration.wrap(handlers, signatures)
+        with self._recorded(plan, handlers, number) as recorded:
             yield recorded
 
     @contextmanager

@@ -8,32 +8,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-import torch
 from deepspeed.utils import logger
 
-from ds_ldt.comm.collectives import sum_over_sites
-from ds_ldt.comm.grid import LDTPipelineGrid
 from ds_ldt.config.schema import JobConfig
-from ds_ldt.errors import ConfigError
 from ds_ldt.plan import PipelineShape, Plan, build_plan
 from ds_ldt.plan.cost_file import Known, costs_document, is_measured, known_from_config, limits_from
 from ds_ldt.plan.measured_costs import LinkTimes, Readings, describe, find
-from ds_ldt.plan.recent import Recent
-from ds_ldt.runtime.module import LDTPipelineModule
-from ds_ldt.runtime.schedule import LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule
-from ds_ldt.runtime.step_inputs import REMEMBERED_PLANS
 from ds_ldt.topology.layout import Layout
 
 _WHILE_MEASURING = "closed_form"
 """The policy of the steps that "auto" measures: it fits the link as the hints describe it, and is planned at once."""
 
-ScheduleType = TypeVar("ScheduleType", bound=LDTSchedule)
-
 
 class Planner:
-    """Plans the steps of a job and remembers the schedules of one rank.
+    """Plans the steps of a job.
 
     Args:
         rank: this rank.
@@ -53,43 +42,17 @@ class Planner:
         self._job = job
         self._layout = layout
         self._gradient_boundaries = tuple(gradient_boundaries)
-        self._schedules: Recent[str, LDTSchedule] = Recent(REMEMBERED_PLANS)
 
-    def train_schedule(self, micro_batches: int) -> LDTTrainSchedule:
-        """The schedule of this rank for a training step; the same object as long as the plan is.
+    def plan(self, micro_batches: int, *, training: bool) -> Plan:
+        """Return the plan of a step; the same object as long as nothing new is known.
 
         Args:
             micro_batches: of each domain.
+            training: for a training step, not for forward passes only.
 
         Raises:
             ConfigError: the memory allowed does not hold a single micro-batch.
         """
-        return self._schedule_of(self._plan(micro_batches, training=True), LDTTrainSchedule)
-
-    def inference_schedule(self, micro_batches: int) -> LDTInferenceSchedule:
-        """The schedule of this rank for forward passes only; as :meth:`train_schedule`."""
-        return self._schedule_of(self._plan(micro_batches, training=False), LDTInferenceSchedule)
-
-    def learn(self, readings: Readings, times: LinkTimes, micro_batches: int) -> None:
-        """Replace hints by what was measured; later steps run other plans. The first rank says so, and writes costs.
-
-        Args:
-            readings: of all ranks, the same on each.
-            times: between the leaders of the sites, the same on each rank.
-            micro_batches: of each domain in the training steps that were measured.
-
-        Raises:
-            ConfigError: the memory allowed does not hold a single micro-batch, now that its bytes are known.
-        """
-        before = self._plan(micro_batches, training=True)
-        findings = find(before.shape, readings, times, hints=self.known)
-        self.known, self.is_measuring = findings.known, False
-        after = self._plan(micro_batches, training=True)
-        if self._rank == 0:
-            logger.info(f"ds_ldt {describe(findings, before=before, after=after)}")
-            self._write_costs()
-
-    def _plan(self, micro_batches: int, *, training: bool) -> Plan:
         schedule = self._job.ldt.schedule
         shape = PipelineShape.from_layout(
             self._layout,
@@ -107,11 +70,24 @@ class Planner:
             max_in_flight=limits_from(self._job, shape, self.known),
         )
 
-    def _schedule_of(self, plan: Plan, kind: type[ScheduleType]) -> ScheduleType:
-        """Made once for each plan, not for every step."""
-        schedule = self._schedules.get(plan.fingerprint, lambda: kind(plan, self._rank))
-        assert isinstance(schedule, kind)
-        return schedule
+    def learn(self, readings: Readings, times: LinkTimes, micro_batches: int) -> None:
+        """Replace hints by what was measured; later steps run other plans. The first rank says so, and writes costs.
+
+        Args:
+            readings: of all ranks, the same on each.
+            times: between the leaders of the sites, the same on each rank.
+            micro_batches: of each domain in the training steps that were measured.
+
+        Raises:
+            ConfigError: the memory allowed does not hold a single micro-batch, now that its bytes are known.
+        """
+        before = self.plan(micro_batches, training=True)
+        findings = find(before.shape, readings, times, hints=self.known)
+        self.known, self.is_measuring = findings.known, False
+        after = self.plan(micro_batches, training=True)
+        if self._rank == 0:
+            logger.info(f"ds_ldt {describe(findings, before=before, after=after)}")
+            self._write_costs()
 
     def _write_costs(self) -> None:
         path = self._job.ldt.measured_costs
@@ -132,37 +108,3 @@ def receive_window(plan: Plan, rank: int) -> int:
         rank: the rank that receives.
     """
     return max(plan.shape.num_stages + 1, plan.peak_in_flight(rank))
-
-
-def agree_on_gradient_boundaries(
-    module: LDTPipelineModule, grid: LDTPipelineGrid, device: torch.device | str
-) -> tuple[bool, ...]:
-    """Find which boundaries carry gradients: those before which anything is trained. Every rank calls it.
-
-    Args:
-        module: the layers of this rank.
-        grid: the groups.
-        device: where the groups want their tensors.
-
-    Returns:
-        One flag for each boundary, the same on every rank.
-
-    Raises:
-        ConfigError: on every rank: ``ldt.freeze`` leaves nothing to train.
-    """
-    trainable = torch.zeros(module.layout.num_virtual_stages, dtype=torch.int32, device=device)
-    for virtual_stage in module.virtual_stage_funcs:
-        trainable[virtual_stage] = int(bool(module.trained_parameters(virtual_stage)))
-    counts = sum_over_sites(trainable, grid).cumsum(0).tolist()
-    freeze = module.job.ldt.freeze
-    if freeze and counts[-1] == 0:
-        raise ConfigError.of(
-            "ldt.freeze",
-            found=freeze,
-            expected="some part of the model that is left to train",
-            fix="take a name off the list",
-        )
-    return tuple(
-        counts[boundary] > 0 and any(tensor.gradient for tensor in module.wire.tensors_at(boundary))
-        for boundary in range(module.layout.num_boundaries)
-    )

@@ -11,9 +11,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,23 +22,21 @@ from ds_ldt.comm.collectives import sum_over_sites
 from ds_ldt.comm.grid import LDTPipelineGrid
 from ds_ldt.comm.send_queue import kept
 from ds_ldt.comm.wire import Signature
-from ds_ldt.plan import Op, PipelineShape
+from ds_ldt.plan import Channel, Handler, Handlers, Key, Kind, Op, PipelineShape
 from ds_ldt.plan.measured_costs import Duration, Kept, LinkTimes, Reading, Readings, Size, asked_of
-from ds_ldt.runtime.schedule import OP_OF, Handler, Handlers, Key
-from ds_ldt.runtime.step_inputs import Step
 
 _PINGS, _PING_BYTES = 10, 8
 _TRAIN, _WAGON_BYTES = 10, 512 * 1024
 """Messages of a train, and bytes of one."""
 
 _SERVES = {
-    "LoadMicroBatch": Op.FORWARD,
-    "RecvActivation": Op.FORWARD,
-    "SendActivation": Op.FORWARD,
-    "RecvGrad": Op.BACKWARD,
-    "SendGrad": Op.BACKWARD,
+    Kind.LOAD_MICRO_BATCH: Op.FORWARD,
+    Kind.RECV_ACTIVATION: Op.FORWARD,
+    Kind.SEND_ACTIVATION: Op.FORWARD,
+    Kind.RECV_GRAD: Op.BACKWARD,
+    Kind.SEND_GRAD: Op.BACKWARD,
 }
-"""Name of an instruction that loads or passes on what a compute takes or gives -> the compute."""
+"""What loads or passes on what a compute takes or gives -> the compute."""
 
 
 class Calibration:
@@ -49,10 +46,12 @@ class Calibration:
         rank: this rank.
         num_steps: training steps to measure, at least 1. Where there are several the first one is left out: it
             allocates, compiles and warms up.
+        waited_ns: tells how long the rank has waited for messages so far, in nanoseconds.
     """
 
-    def __init__(self, rank: int, num_steps: int) -> None:
+    def __init__(self, rank: int, num_steps: int, waited_ns: Callable[[], int]) -> None:
         self._rank = rank
+        self._waited_ns = waited_ns
         self._num_steps = num_steps
         self._num_begun = 0
         self._times: defaultdict[tuple[int, Op], Counter[tuple[int, Key]]] = defaultdict(Counter)
@@ -63,7 +62,7 @@ class Calibration:
         """Whether the last step to measure has begun; asked between steps."""
         return self._num_begun >= self._num_steps
 
-    def wrap(self, handlers: Mapping[type, Handler], step: Step) -> Handlers:
+    def wrap(self, handlers: Handlers, signatures: Iterable[Sequence[Signature]]) -> Handlers:
         """Make handlers for the next training step that do the same and time its computes.
 
         On an accelerator those then wait for the device, so that the time is that of their own work; a measured step
@@ -71,37 +70,37 @@ class Calibration:
         pass on its messages is counted in, and waiting for them is not.
 
         Args:
-            handlers: instruction type -> handler.
-            step: the step that they are for.
+            handlers: those of the step.
+            signatures: for each micro-batch of the step, the signature at every boundary.
         """
         self._num_begun += 1
         if self._num_begun == 1 < self._num_steps:
             return dict(handlers)
-        for signatures in step.signatures.values():
-            for boundary, signature in enumerate(signatures):
+        for boundaries in signatures:
+            for boundary, signature in enumerate(boundaries):
                 self._sizes[boundary] = max(_bytes_of(signature), self._sizes.get(boundary, 0))
-        return {kind: self._timed(kind.__name__, handler) for kind, handler in handlers.items()}
+        return {kind: self._timed(kind, handler) for kind, handler in handlers.items()}
 
-    def _timed(self, kind: str, handler: Handler) -> Handler:
-        if kind in OP_OF:
-            return self._timed_compute(OP_OF[kind], handler)
+    def _timed(self, kind: Kind, handler: Handler) -> Handler:
+        if kind.op is not None:
+            return self._timed_compute(kind.op, handler)
         return self._timed_message(_SERVES[kind], handler) if kind in _SERVES else handler
 
     def _timed_compute(self, op: Op, handler: Handler) -> Handler:
-        def handle(engine: Any, *, key: Key, **kwargs: Any) -> None:
+        def handle(key: Key, channel: Channel | None) -> None:
             get_accelerator().synchronize()
             begin = time.perf_counter_ns()
-            handler(engine, key=key, **kwargs)
+            handler(key, channel)
             get_accelerator().synchronize()
             self._times[key.virtual_stage, op][self._num_begun, key] += time.perf_counter_ns() - begin
 
         return handle
 
     def _timed_message(self, op: Op, handler: Handler) -> Handler:
-        def handle(engine: Any, *, key: Key, **kwargs: Any) -> None:
-            begin, waited = time.perf_counter_ns(), engine.transport.waited_ns
-            handler(engine, key=key, **kwargs)
-            busy = time.perf_counter_ns() - begin - (engine.transport.waited_ns - waited)
+        def handle(key: Key, channel: Channel | None) -> None:
+            begin, waited = time.perf_counter_ns(), self._waited_ns()
+            handler(key, channel)
+            busy = time.perf_counter_ns() - begin - (self._waited_ns() - waited)
             self._times[key.virtual_stage, op][self._num_begun, key] += busy
 
         return handle

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_ldt.plan import Channel, Compute
-from ds_ldt.runtime.schedule import OP_OF, Handler, Handlers, Key
+from ds_ldt.plan import Channel, Compute, Handler, Handlers, Key, Kind
 
 COMPUTE, WAIT, LINK, OTHER = "compute", "wait", "link", "other"
 
 _CATEGORY = {
-    "ForwardPass": COMPUTE,
-    "BackwardPass": COMPUTE,
-    "WeightPass": COMPUTE,
-    "RecvActivation": WAIT,
-    "RecvGrad": WAIT,
-    "SendActivation": LINK,
-    "SendGrad": LINK,
+    Kind.FORWARD_PASS: COMPUTE,
+    Kind.BACKWARD_PASS: COMPUTE,
+    Kind.WEIGHT_PASS: COMPUTE,
+    Kind.RECV_ACTIVATION: WAIT,
+    Kind.RECV_GRAD: WAIT,
+    Kind.SEND_ACTIVATION: LINK,
+    Kind.SEND_GRAD: LINK,
 }
 
 
@@ -47,36 +45,34 @@ class Recording:
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": label}}
         ]
 
-    def wrap(self, handlers: Mapping[type, Handler], *, step: int) -> Handlers:
+    def wrap(self, handlers: Handlers, *, step: int) -> Handlers:
         """Make handlers that do the same and leave a span each.
 
         Args:
-            handlers: instruction type -> handler.
+            handlers: those of the step.
             step: the training step that they are for, counted from 1.
 
         On an accelerator every instruction then waits for the device, so that its span is its own work; a traced step
         is slower than others.
         """
         self._step = step
-        return {kind: self._timed(kind.__name__, handler) for kind, handler in handlers.items()}
+        return {kind: self._timed(kind, handler) for kind, handler in handlers.items()}
 
-    def _timed(self, kind: str, handler: Handler) -> Handler:
-        def handle(engine: Any, **kwargs: Any) -> None:
+    def _timed(self, kind: Kind, handler: Handler) -> Handler:
+        def handle(key: Key | None, channel: Channel | None) -> None:
             start = time.time_ns()
-            handler(engine, **kwargs)
+            handler(key, channel)
             get_accelerator().synchronize()
-            self._add(kind, start, time.time_ns(), kwargs.get("key"), kwargs.get("channel"))
+            self._add(kind, start, time.time_ns(), key, channel)
 
         return handle
 
-    def _add(self, kind: str, start: int, end: int, key: Key | None, channel: Channel | None) -> None:
+    def _add(self, kind: Kind, start: int, end: int, key: Key | None, channel: Channel | None) -> None:
         place = {"pid": 0, "tid": self._rank}
-        name = kind
-        if key is not None and kind in OP_OF:
+        name = kind.value
+        if key is not None and kind.op is not None:
             name = str(
-                Compute(
-                    op=OP_OF[kind], virtual_stage=key.virtual_stage, micro_batch=key.micro_batch, domain=key.domain
-                )
+                Compute(op=kind.op, virtual_stage=key.virtual_stage, micro_batch=key.micro_batch, domain=key.domain)
             )
         span = {
             "ph": "X",
@@ -85,10 +81,10 @@ class Recording:
             "ts": start / 1e3,
             "dur": (end - start) / 1e3,
         }
-        details = {"step": self._step, "instruction": kind, **(key._asdict() if key is not None else {})}
+        details = {"step": self._step, "instruction": kind.value, **(key._asdict() if key is not None else {})}
         self._events.append({**span, **place, "args": details})
         if channel is not None and key is not None:
-            sends = kind.startswith("Send")
+            sends = kind.is_send
             arrow = {
                 "ph": "s" if sends else "f",
                 "bp": "e",

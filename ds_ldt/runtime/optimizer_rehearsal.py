@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_ldt.runtime.optimizer_signatures import named_parameters, takes_number_or_list, types_of
 from ds_ldt.errors import ConfigProblem
+from ds_ldt.runtime.optimizer_signatures import named_parameters, takes_number_or_list, types_of
 
 _TRIED_STEPS = 3
 _MOST_STEPS = 10_000

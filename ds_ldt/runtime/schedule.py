@@ -1,57 +1,34 @@
-"""The plan of one rank as a DeepSpeed ``PipeSchedule``."""
+"""The plan of one rank as a DeepSpeed ``PipeSchedule``: what DeepSpeed's engine and its users see of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from deepspeed.runtime.pipe import schedule as ds
 
-from ds_ldt.plan import Instruction, Kind, Op, Plan
+from ds_ldt.plan import Kind, Plan, Planned, planned
 
 
 class WeightPass(ds.BufferOpInstruction):
     """Make the weight gradients that the backward pass of a micro-batch has put off. DeepSpeed has no such thing."""
 
 
-_INSTRUCTION_OF: dict[Kind, type[ds.PipeInstruction]] = {
-    Kind.LOAD_MICRO_BATCH: ds.LoadMicroBatch,
-    Kind.FORWARD_PASS: ds.ForwardPass,
-    Kind.BACKWARD_PASS: ds.BackwardPass,
-    Kind.WEIGHT_PASS: WeightPass,
-    Kind.SEND_ACTIVATION: ds.SendActivation,
-    Kind.RECV_ACTIVATION: ds.RecvActivation,
-    Kind.SEND_GRAD: ds.SendGrad,
-    Kind.RECV_GRAD: ds.RecvGrad,
-    Kind.REDUCE_GRADS: ds.ReduceGrads,
-    Kind.OPTIMIZER_STEP: ds.OptimizerStep,
+_CLASS_OF: dict[Kind, type[ds.PipeInstruction]] = {
+    kind: WeightPass if kind is Kind.WEIGHT_PASS else getattr(ds, kind.value) for kind in Kind
 }
 
 
-OP_OF = {"ForwardPass": Op.FORWARD, "BackwardPass": Op.BACKWARD, "WeightPass": Op.WEIGHT}
-"""Name of an instruction that computes -> what it is in a plan."""
-
-Handler = Callable[..., None]
-"""Executes one instruction of an engine; takes the engine, and what the instruction carries by name."""
-
-Handlers = dict[type, Handler]
-"""Instruction type -> handler."""
-
-
-class Key(NamedTuple):
-    """What the engine's buffers are keyed by."""
-
-    virtual_stage: int
-    micro_batch: int
-    domain: int
-
-
 class LDTSchedule(ds.PipeSchedule):
-    """Lifts the instructions of one rank of a plan to DeepSpeed's instruction objects, one per step.
+    """The instructions of one rank of a plan.
 
     Args:
         plan: a validated plan.
         rank: the rank whose instructions are wanted.
+
+    Attributes:
+        plan: the plan.
+        rank: the rank.
+        planned: what the rank runs, in order.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -59,14 +36,20 @@ class LDTSchedule(ds.PipeSchedule):
         super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_stages, stage_id=shape.stage_of(rank))
         self.plan = plan
         self.rank = rank
-        self._steps = [[lift(instruction)] for instruction in plan.for_rank(rank)]
+        self.planned: tuple[Planned, ...] = tuple(planned(instruction) for instruction in plan.for_rank(rank))
 
     def steps(self) -> Iterator[list[ds.PipeInstruction]]:
-        """Yield DeepSpeed instructions in order."""
-        yield from self._steps
+        """Yield DeepSpeed's instructions in order, one per step.
+
+        An instruction about a micro-batch has ``buffer_id`` (DeepSpeed's word for it: the micro-batch), the ``key``
+        under which what belongs to it is held, and, for a message, its ``channel``.
+        """
+        for kind, key, channel in self.planned:
+            place = {} if key is None else {"buffer_id": key.micro_batch, "key": key}
+            yield [_CLASS_OF[kind](**place, **({} if channel is None else {"channel": channel}))]
 
     def num_pipe_buffers(self) -> int:
-        """None: the engine keys what it holds by (virtual stage, micro-batch, domain), not by slot."""
+        """None: what is held is found by (virtual stage, micro-batch, domain), not by slot."""
         return 0
 
 
@@ -76,18 +59,3 @@ class LDTTrainSchedule(LDTSchedule):
 
 class LDTInferenceSchedule(LDTSchedule):
     """Forward passes only."""
-
-
-def lift(instruction: Instruction) -> ds.PipeInstruction:
-    """Make the DeepSpeed instruction of a plan instruction.
-
-    An instruction about a micro-batch carries ``buffer_id`` (DeepSpeed's word for it: the micro-batch), the ``key``
-    under which the engine holds what belongs to it, and, for a message, its ``channel``. Closing instructions carry
-    nothing.
-    """
-    kind = _INSTRUCTION_OF[instruction.kind]
-    virtual_stage, micro_batch, domain = instruction.virtual_stage, instruction.micro_batch, instruction.domain
-    if virtual_stage is None or micro_batch is None or domain is None:
-        return kind()
-    message = {} if instruction.channel is None else {"channel": instruction.channel}
-    return kind(buffer_id=micro_batch, key=Key(virtual_stage, micro_batch, domain), **message)

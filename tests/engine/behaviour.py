@@ -213,20 +213,19 @@ def train_traced(settings: dict[str, Any], steps: int) -> tuple[list[float], dic
 def count_live_buffers(settings: dict[str, Any]) -> int:
     """Most payloads that this rank held at once during a step."""
     engine = toy_engine(settings)
-    peak = 0
-    original = engine._INSTRUCTION_MAP
+    executor, peak = engine.executor, 0
 
     def counting(handler: Any) -> Any:
-        def handle(self: Any, **kwargs: Any) -> None:
+        def handle(key: Any, channel: Any) -> None:
             nonlocal peak
-            handler(self, **kwargs)
-            peak = max(peak, len(self._inputs) + len(self._outputs))
+            handler(key, channel)
+            peak = max(peak, len(executor.inputs) + len(executor.outputs))
 
         return handle
 
-    engine._INSTRUCTION_MAP = {kind: counting(handler) for kind, handler in original.items()}
+    executor.handlers = {kind: counting(handler) for kind, handler in executor.handlers.items()}
     engine.train_batch()
-    assert not engine._inputs and not engine._outputs and not engine._output_grads and not engine._losses
+    assert not any((executor.inputs, executor.outputs, executor.output_grads, executor.losses))
     return peak
 
 

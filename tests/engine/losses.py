@@ -41,7 +41,7 @@ def train_with_all_losses_in_flight(settings: dict[str, Any], steps: int) -> dic
         def finish_and_count(*args: Any) -> None:
             nonlocal most
             finish(*args)
-            most = max(most, len(engine._losses))
+            most = max(most, len(engine.executor.losses))
 
         engine._finish_forward = finish_and_count  # type: ignore[method-assign]
         seen = train_steps(engine, steps)

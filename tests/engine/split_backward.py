@@ -64,14 +64,14 @@ def train_all(runs: list[tuple[str, dict[str, Any], int]]) -> list[dict[str, Any
 
 def _train(kind: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     engine = ENGINES[kind](settings)
-    engine._owed = Forgetful() if kind == "forgetful" else Counting()
+    engine.executor.ledger = Forgetful() if kind == "forgetful" else Counting()
     seen = train_steps(engine, steps)
-    left = len(engine._owed)
+    left = len(engine.executor.ledger)
     order = engine._train_schedule().plan.orders()[dist.get_rank()]
     return {
         **seen,
         "weights": weights_of(engine),
-        "made": engine._owed.made / steps,
+        "made": engine.executor.ledger.made / steps,
         "left": left,
         "stage": engine.stage_id,
         "order": [str(compute) for compute in order],
