@@ -50,7 +50,7 @@ def train_scenario(name: str, settings: dict[str, Any], steps: int, options: dic
 
 def train_without_slice_scaling(settings: dict[str, Any], steps: int) -> dict[str, Any]:
     """Negative control: an edge replica that sums over its domains instead of averaging."""
-    with mock.patch("ds_ldt.runtime.engine.scale_for_slice"):
+    with mock.patch("ds_ldt.runtime.stepping.scale_for_slice"):
         return _train(toy_engine(settings), steps)
 
 
