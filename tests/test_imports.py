@@ -72,7 +72,9 @@ for name in sys.argv[1:]:
 def test_any_module_may_be_the_first_that_is_imported() -> None:
     paths = [path.relative_to(ROOT) for path in sorted((ROOT / "ds_ldt").rglob("*.py"))]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    ran = subprocess.run([sys.executable, "-c", FIRST, *names], capture_output=True, text=True, check=True, timeout=240)
+    ran = subprocess.run(
+        [sys.executable, "-c", FIRST, *names], capture_output=True, text=True, check=True, timeout=240
+    )
     assert len(names) > 100
     assert [line for line in ran.stdout.splitlines() if line.startswith("ds_ldt.")] == []
 
