@@ -21,8 +21,8 @@ _DESCRIPTION = """Fine-tune a model that is split between an edge and a cloud: p
 `ds-ldt COMMAND --help` says more about a command. plan and draw answer without importing torch.
 """
 
-_EPILOG = """Exit status: 0; 1 if something is wrong with the input, and a message on stderr says what; 2 if the command
-line itself is wrong.
+_EPILOG = """Exit status: 0; 1 if something is wrong with the input, as a message on stderr then says;
+2 if the command line is wrong.
 """
 
 

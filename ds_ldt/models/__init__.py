@@ -34,11 +34,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `from_pretrained` on first use: it needs the runtime, which needs this package."""
-    if name != "from_pretrained":
-        raise AttributeError(f"module 'ds_ldt.models' has no attribute '{name}'")
-    from ds_ldt.runtime.pretrained import from_pretrained
+if not TYPE_CHECKING:  # else a type checker would take any name for a public one
 
-    globals()[name] = from_pretrained
-    return from_pretrained
+    def __getattr__(name: str) -> Any:
+        """Import `from_pretrained` on first use: it needs the runtime, which needs this package."""
+        if name != "from_pretrained":
+            raise AttributeError(f"module 'ds_ldt.models' has no attribute '{name}'")
+        from ds_ldt.runtime.pretrained import from_pretrained
+
+        globals()[name] = from_pretrained
+        return from_pretrained
