@@ -127,7 +127,7 @@ def build(folder: Path) -> Path:
     hook = "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1])"
     source = folder / "checkout"
     source.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)  # a copy, as setuptools leaves folders beside what it builds
     for name in ("ds_ldt", "tests", "checkpoint"):  # the latter two have no place in a wheel
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ds_ldt.errors import ConfigError
 
@@ -49,8 +51,14 @@ class BuildLock:
     path: Path
 
     def holders(self) -> tuple[int, ...]:
-        """Return the ids of the processes of this machine that hold the lock open; none means that it is stale."""
-        return tuple(sorted(_holders_of(self.path)))
+        """Return the ids of the processes of this machine that hold the lock open, as far as this user may see.
+
+        None of them means that it is stale.
+        """
+        path = str(self.path.resolve())
+        processes = psutil.process_iter(["pid", "open_files"])  # None where this user may not look
+        opened = {process.pid: process.info["open_files"] or () for process in processes}
+        return tuple(pid for pid, files in sorted(opened.items()) if path in (file.path for file in files))
 
 
 def extensions_roots() -> tuple[Path, ...]:
@@ -168,32 +176,3 @@ def _still_locked(lock: BuildLock, holders: tuple[int, ...], bound_s: float) -> 
         f"{bound_s:g} s): a build was killed. Fix: rm '{lock.path}' and start again, unless another machine is "
         'building there; or, for Adam, set "torch_adam": true in the optimizer\'s params, which needs no build.'
     )
-
-
-def _holders_of(path: Path) -> Iterator[int]:
-    """Yield the processes that have `path` open, as far as this user may see (Linux; elsewhere none)."""
-    try:
-        wanted = path.stat()
-    except OSError:
-        return
-    for descriptors in Path("/proc").glob("[0-9]*/fd"):
-        try:
-            opened = [entry.stat() for entry in os.scandir(descriptors)]
-        except OSError:
-            opened = _readable(descriptors)
-        if any((status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino) for status in opened):
-            yield int(descriptors.parent.name)
-
-
-def _readable(descriptors: Path) -> list[os.stat_result]:
-    """Return the status of the descriptors that can be read: some vanish while they are listed."""
-    found = []
-    try:
-        for entry in os.listdir(descriptors):
-            try:
-                found.append((descriptors / entry).stat())
-            except OSError:
-                continue
-    except OSError:
-        return []
-    return found
