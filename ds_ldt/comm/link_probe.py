@@ -1,7 +1,10 @@
-"""Latency and bandwidth of the link between two processes, measured with the messages of gloo, on CPUs.
+"""Latency and bandwidth of the link, measured with messages: at leisure for `ds-ldt check`, briefly for a running job.
 
-Latency: round trips of 8 bytes. Bandwidth: rounds of messages that grow until a round is long enough, one direction
-after the other, by the clock of the receiver.
+Both send small messages back and forth for the latency, and several large ones without a pause, in one direction and
+then in the other, for the bandwidth, by the clock of the receiver. `probe` is between two processes that have met for
+it, over gloo and on CPUs: it repeats small messages for seconds, and lets large ones grow until a round takes long.
+`time_leaders` is between the leaders of the sites of a job, between two of its steps: its messages are fixed in number
+and size, and those of any backend.
 """
 
 from __future__ import annotations
@@ -13,9 +16,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_ldt.comm.grid import LDTPipelineGrid
+from ds_ldt.comm.send_queue import kept
 from ds_ldt.comm.site_report import MeasuredLink
+from ds_ldt.plan.measured_costs import LinkTimes
 
 _WARM_UP, _FEWEST, _MOST = 5, 20, 200
 """Round trips: not counted, counted at least, counted at most."""
@@ -31,6 +38,10 @@ _SMALLEST, _LARGEST, _GROWTH = 2**16, 2**24, 4
 
 _ROUND_S = 1.0
 """Seconds of a round from which on it is long enough to tell the bandwidth."""
+
+_PINGS, _PING_BYTES = 10, 8
+_TRAIN, _WAGON_BYTES = 10, 512 * 1024
+"""Of `time_leaders`: round trips that count and bytes of each message; messages of a train and bytes of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,3 +175,67 @@ def _stream_out(line: Line) -> tuple[float, int]:
         if size >= _LARGEST or elapsed >= _ROUND_S:
             return rate, size
         size *= _GROWTH
+
+
+# --- between the steps of a job -------------------------------------------------------------------------------------
+
+
+def time_leaders(grid: LDTPipelineGrid, device: torch.device | str) -> LinkTimes:
+    """Time messages between the leaders of the sites; both call it, and other ranks may.
+
+    Args:
+        grid: The groups.
+        device: Where the groups want their tensors.
+
+    Returns:
+        What this rank has timed: the edge's leader the round trips, each leader what it received; all else is zeros.
+    """
+    round_trips, arrivals = [0] * _PINGS, ([0] * _TRAIN, [0] * _TRAIN)
+    if grid.is_site_leader:
+        round_trips = _round_trips(grid, device)
+        arrivals = (_train(grid, device, source="edge"), _train(grid, device, source="cloud"))
+    return LinkTimes(round_trips=round_trips, arrivals=arrivals, num_bytes=_WAGON_BYTES)
+
+
+def _round_trips(grid: LDTPipelineGrid, device: torch.device | str) -> list[int]:
+    """Nanoseconds of round trips of a small message between the leaders, on the edge; zeros in the cloud.
+
+    Both have their next receive posted by the time a message comes for it, which is what gloo asks for, and both send
+    and receive in turn, as backends ask that serialise a group: a receive posted before the question, as a `Line` has
+    it, would wait there for ever. The first round trip opens the way and is not counted.
+    """
+    peer = grid.other_site_leader
+    there, back = (torch.zeros(_PING_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    times = []
+    for _ in range(_PINGS + 1):
+        begin = time.perf_counter_ns()
+        if grid.site == "edge":
+            sending = kept(dist.isend(there, peer, group=grid.leader_group))
+            dist.recv(back, peer, group=grid.leader_group)
+            sending.wait()
+        else:
+            dist.recv(there, peer, group=grid.leader_group)
+            dist.send(back, peer, group=grid.leader_group)
+        get_accelerator().synchronize()
+        times.append(time.perf_counter_ns() - begin)
+    return times[1:] if grid.site == "edge" else [0] * _PINGS
+
+
+def _train(grid: LDTPipelineGrid, device: torch.device | str, *, source: str) -> list[int]:
+    """Send large messages one behind the other; nanoseconds at which each has arrived, at the receiver, else zeros.
+
+    Twice, and the second time counts: TCP sends slowly at first on a long way.
+    """
+    sends, peer = grid.site == source, grid.other_site_leader
+    transfer = dist.isend if sends else dist.irecv
+    times: list[int] = []
+    begin = time.perf_counter_ns()
+    for _ in range(2):
+        buffers = [torch.zeros(_WAGON_BYTES, dtype=torch.uint8, device=device) for _ in range(_TRAIN)]
+        works = [kept(transfer(buffer, peer, group=grid.leader_group)) for buffer in buffers]
+        times.clear()
+        for work in works:
+            work.wait()
+            get_accelerator().synchronize()
+            times.append(time.perf_counter_ns() - begin)
+    return [0] * _TRAIN if sends else times

@@ -12,22 +12,18 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_ldt.comm.collectives import sum_over_sites
 from ds_ldt.comm.grid import LDTPipelineGrid
-from ds_ldt.comm.send_queue import kept
+from ds_ldt.comm.link_probe import time_leaders
 from ds_ldt.comm.wire import Signature
 from ds_ldt.plan import Channel, Handler, Handlers, Key, Kind, Op, PipelineShape
 from ds_ldt.plan.measured_costs import Duration, Kept, LinkTimes, Reading, Readings, Size, asked_of
-
-_PINGS, _PING_BYTES = 10, 8
-_TRAIN, _WAGON_BYTES = 10, 512 * 1024
-"""Messages of a train, and bytes of one."""
 
 _SERVES = {
     Kind.LOAD_MICRO_BATCH: Op.FORWARD,
@@ -124,22 +120,13 @@ class Calibration:
         Returns:
             The readings of all ranks, and the times that the leaders took; bit-equal everywhere.
         """
-        asked, own = asked_of(shape), self._readings(held)
-        there, back = [0] * _TRAIN, [0] * _TRAIN
-        pings = [0] * _PINGS
-        if grid.is_site_leader:
-            pings = _round_trips(grid, device)
-            there = _train(grid, device, source="edge")
-            back = _train(grid, device, source="cloud")
-        numbers = [*(own.get(name, 0) for name in asked), *pings, *there, *back]
-        values = torch.tensor(numbers, dtype=torch.int64, device=device)
+        asked, own, link = asked_of(shape), self._readings(held), time_leaders(grid, device)
+        parts = [[own.get(name, 0) for name in asked], link.round_trips, *link.arrivals]
+        values = torch.tensor([number for part in parts for number in part], dtype=torch.int64, device=device)
         summed = iter(sum_over_sites(values, grid).tolist())
-        readings = {name: next(summed) for name in asked}
-        return readings, LinkTimes(
-            round_trips=tuple(islice(summed, _PINGS)),
-            arrivals=(tuple(islice(summed, _TRAIN)), tuple(islice(summed, _TRAIN))),
-            num_bytes=_WAGON_BYTES,
-        )
+        readings, round_trips, there, back = (tuple(islice(summed, len(part))) for part in parts)
+        times = replace(link, round_trips=round_trips, arrivals=(there, back))
+        return dict(zip(asked, readings, strict=True)), times
 
     def _readings(self, held: Mapping[int, int]) -> dict[Reading, int]:
         return {
@@ -150,49 +137,6 @@ class Calibration:
             **{Size(self._rank, boundary): num_bytes for boundary, num_bytes in self._sizes.items()},
             **{Kept(self._rank, virtual_stage): num_bytes for virtual_stage, num_bytes in held.items()},
         }
-
-
-def _round_trips(grid: LDTPipelineGrid, device: torch.device | str) -> list[int]:
-    """Nanoseconds of round trips of a small message between the leaders, on the edge; zeros in the cloud.
-
-    Both have their next receive posted by the time a message comes for it, which is what gloo asks for, and both send
-    and receive in turn, as backends ask that serialise a group. The first round trip opens the way and is not counted.
-    """
-    peer = grid.other_site_leader
-    there, back = (torch.zeros(_PING_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    times = []
-    for _ in range(_PINGS + 1):
-        begin = time.perf_counter_ns()
-        if grid.site == "edge":
-            sending = kept(dist.isend(there, peer, group=grid.leader_group))
-            dist.recv(back, peer, group=grid.leader_group)
-            sending.wait()
-        else:
-            dist.recv(there, peer, group=grid.leader_group)
-            dist.send(back, peer, group=grid.leader_group)
-        get_accelerator().synchronize()
-        times.append(time.perf_counter_ns() - begin)
-    return times[1:] if grid.site == "edge" else [0] * _PINGS
-
-
-def _train(grid: LDTPipelineGrid, device: torch.device | str, *, source: str) -> list[int]:
-    """Send large messages one behind the other; nanoseconds at which each has arrived, at the receiver, else zeros.
-
-    Twice, and the second time counts: TCP sends slowly at first on a long way.
-    """
-    sends, peer = grid.site == source, grid.other_site_leader
-    transfer = dist.isend if sends else dist.irecv
-    times: list[int] = []
-    begin = time.perf_counter_ns()
-    for _ in range(2):
-        buffers = [torch.zeros(_WAGON_BYTES, dtype=torch.uint8, device=device) for _ in range(_TRAIN)]
-        works = [kept(transfer(buffer, peer, group=grid.leader_group)) for buffer in buffers]
-        times.clear()
-        for work in works:
-            work.wait()
-            get_accelerator().synchronize()
-            times.append(time.perf_counter_ns() - begin)
-    return [0] * _TRAIN if sends else times
 
 
 def _bytes_of(signature: Signature) -> int:
