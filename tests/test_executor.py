@@ -19,7 +19,7 @@ from ds_ldt.topology.layout import Layout
 from tests.toy import WIDTH, Points, build_unsplit, layer_classes
 
 ROWS, M = 3, 4
-LAYOUTS = {"two chunks": [[2, 1], [2, 0]], "three chunks": [[1, 1, 1], [1, 1, 0], [1, 0, 0]]}
+LAYOUTS = {"two chunks": [[2, 1], [2, 0]], "three chunks": [[1, 1], [1, 1], [1, 0]]}
 
 
 class Mailbox:
