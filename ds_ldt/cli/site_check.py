@@ -31,10 +31,11 @@ from ds_ldt.comm.launch import choose_backend, choose_interface
 from ds_ldt.comm.link_probe import Line, answer_probe, probe
 from ds_ldt.comm.reach import claim, greet, local_end, reason, wait_for_store, within
 from ds_ldt.comm.rendezvous import port_forbidden, port_in_use
-from ds_ldt.comm.site_report import MeasuredLink, Site, SiteFacts, SiteReport, read_facts
+from ds_ldt.comm.site_report import MeasuredLink, SiteFacts, SiteReport, read_facts
 from ds_ldt.config.schema import JobConfig
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem, LinkError
 from ds_ldt.plan import Plan
+from ds_ldt.topology.ranks import Site
 
 _PREFIX = "ds_ldt_check"
 _ARRIVED = f"{_PREFIX}/arrived"
