@@ -21,8 +21,8 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_ldt.config.deepspeed_settings import shards_optimizer
+from ds_ldt.config.messages import unknown_key
 from ds_ldt.config.schema import JobConfig
-from ds_ldt.config.spelling import unknown_key
 from ds_ldt.errors import Absent, ConfigProblem
 from ds_ldt.runtime.optimizer import ELEMENTWISE
 from ds_ldt.runtime.optimizer_rehearsal import optimizer_problem, scheduler_problem
