@@ -183,7 +183,11 @@ def cause_of(error: Exception) -> str:
         return "; ".join(map(str, error.problems))
     if isinstance(error, SampleError):
         return str(error).removeprefix(f"{error.heading}: ")
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001 - an error of a library may fail at its own text, which must not hide the sample
+        said = ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def shown(value: object) -> str:

@@ -99,7 +99,7 @@ def known_from_file(source: str | PathLike[str] | Mapping[str, Any], layout: Lay
         ConfigError: The file cannot be read, or a key or value is wrong.
     """
     where = "costs" if isinstance(source, Mapping) else f"costs file {source}"
-    content = source if isinstance(source, Mapping) else read_json(source)
+    content = source if isinstance(source, Mapping) else read_json(source, what="costs file")
     for key, value in content.items():
         if key not in (*_BY_CELL, *_NUMBERS):
             raise ConfigError.from_problems(

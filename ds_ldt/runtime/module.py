@@ -184,6 +184,10 @@ class LDTPipelineModule(PipelineModule):
         problems = list(recipe_problems(self.job))
         if problems:
             raise ConfigError.from_problems(problems)
+        for name in ("loss_fn", "batch_fn", "count_targets", "sent_shapes"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                found = Absent(type(getattr(self, name)).__name__)
+                raise ConfigError.of(name, found=found, expected="a function, or None", fix="pass the function itself")
         check_job(self.job, self.layout)
         self._check_ties()
         self._check_local_layers()

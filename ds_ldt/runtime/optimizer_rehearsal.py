@@ -10,14 +10,16 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import Parameter
 from math import isfinite
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_ldt.errors import ConfigProblem
-from ds_ldt.runtime.optimizer_signatures import named_parameters, takes_number_or_list, types_of
+from ds_ldt.runtime.optimizer_signatures import example_of, named_parameters, takes_number_or_list, types_of
 
 _TRIED_STEPS = 3
 _MOST_STEPS = 10_000
@@ -51,8 +53,17 @@ def scheduler_problem(cls: Any, params: Mapping[str, Any], optimizers: list[Any]
         params: Its arguments, each of a type that it takes.
         optimizers: Makers of optimizers, called with parameter groups; it is enough that it works with one of them.
     """
-    problems = [_schedule_problem(cls, params, make) for make in optimizers]
-    return None if None in problems else problems[0]
+    complaints = [_complaint(cls, params, make) for make in optimizers]
+    if None in complaints:
+        return None
+    culprits = [name for name in params if _complaint(cls, _without(cls, params, name), optimizers[0]) is None]
+    name = culprits[0] if culprits else None
+    return ConfigProblem(
+        key="scheduler.params" if name is None else f"scheduler.params.{name}",
+        found=dict(params) if name is None else params[name],
+        expected=f"{'values that make' if name is None else 'a value that makes'} a schedule; {complaints[0]}",
+        fix="correct the value that this is about" if name is None else "write a value that it takes",
+    )
 
 
 def steps_without_learning(scheduler: Any, optimizer: torch.optim.Optimizer) -> int:
@@ -80,8 +91,16 @@ def steps_without_learning(scheduler: Any, optimizer: torch.optim.Optimizer) -> 
     return steps
 
 
-def _schedule_problem(cls: Any, params: Mapping[str, Any], make: Any) -> ConfigProblem | None:
-    kinds = types_of(cls)
+def _without(cls: Any, params: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the parameters of a schedule with the default of one of them, or a usual value where it has none."""
+    default = named_parameters(cls.__init__)[name].default
+    others = {other: value for other, value in params.items() if other != name}
+    return others if default is not Parameter.empty else {**others, name: example_of(types_of(cls)[name], default)}
+
+
+def _complaint(cls: Any, params: Mapping[str, Any], make: Any) -> str | None:
+    """Return what is wrong with a schedule, tried for a few steps; it may be over before these are."""
+    kinds, step = types_of(cls), 1
     listed = [len(v) for n, v in params.items() if isinstance(v, list | tuple) and takes_number_or_list(kinds[n])]
     try:
         with _quietly():
@@ -90,27 +109,22 @@ def _schedule_problem(cls: Any, params: Mapping[str, Any], make: Any) -> ConfigP
             for step in range(1, _TRIED_STEPS + 1):
                 rates = [complex(group["lr"]) for group in optimizer.param_groups]
                 if any(rate.imag or not isfinite(rate.real) or rate.real < 0 for rate in rates):
-                    return _unusable(params, f"it gives step {step} a learning rate of {rates[0].real:g}")
+                    return f"it gives step {step} a learning rate of {rates[0].real:g}"
                 scheduler.step()
     except Exception as error:  # noqa: BLE001 - constructors raise what they like; all mean the same to the user
-        return _unusable(params, f"{cls.__name__} says: {_first_line(error)}")
+        return f"{cls.__name__} says: {_first_line(error)}" if step == 1 else None
     return None
-
-
-def _unusable(params: Mapping[str, Any], reason: str) -> ConfigProblem:
-    return ConfigProblem(
-        key="scheduler.params",
-        found=dict(params),
-        expected=f"values that make a schedule; {reason}",
-        fix="correct the value that this is about",
-    )
 
 
 def _objection(cls: Any, params: Mapping[str, Any]) -> Exception | None:
     known = named_parameters(cls.__init__)
     try:
         with _quietly():
-            cls([_number()], **{name: value for name, value in params.items() if name in known})
+            number = _number()
+            optimizer = cls([number], **{name: value for name, value in params.items() if name in known})
+            if get_accelerator().device_name() == "cpu":  # some switches show in a step only, and on their device
+                number.grad = torch.zeros_like(number)
+                optimizer.step()
     except Exception as error:  # noqa: BLE001 - constructors raise what they like; all mean the same to the user
         return error
     return None
@@ -129,4 +143,5 @@ def _quietly() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    said = error.args[0] if isinstance(error, KeyError) and error.args else error  # its text quotes what it was given
+    return (str(said).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

@@ -39,6 +39,11 @@ def named_parameters(function: Any) -> dict[str, inspect.Parameter]:
     return {p.name: p for p in named if p.name != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
 
 
+def required_parameters(function: Any) -> list[str]:
+    """Return the names of the parameters that a function or method has no default for, without ``self``."""
+    return [name for name, parameter in named_parameters(function).items() if parameter.default is parameter.empty]
+
+
 def types_of(cls: type) -> dict[str, Any]:
     """Return what each argument of a class may be, by its annotation, or by its default where it has none.
 
@@ -95,9 +100,17 @@ def _problem(key: str, value: object, kind: Any, default: object, error: Validat
     if isinstance(value, list | tuple) and len(places) == 1 and max(places) < len(value):
         (place,) = places
         key, found = f"{key}[{place}]", value[place]
-    name, example = key.rpartition(".")[2].partition("[")[0], _example(kind, default)
-    fix = "remove it" if example is None else f"write e.g. {json.dumps(name)}: {json.dumps(example)}"
-    words = " or ".join(_words(choice) for choice in _choices(kind))
+        items = [get_args(choice)[0] for choice in _choices(kind) if get_origin(choice) in (list, tuple)]
+        words = " or ".join(dict.fromkeys(_words(item) for one in items for item in _choices(one)))
+    else:
+        words = " or ".join(_words(choice) for choice in _choices(kind))
+    name, example = key.rpartition(".")[2].partition("[")[0], example_of(kind, default)
+    if example is not None:
+        fix = f"write e.g. {json.dumps(name)}: {json.dumps(example)}"
+    elif default is inspect.Parameter.empty and key.startswith("scheduler."):
+        fix = "make the scheduler in your script, and give it to ds_ldt.initialize(lr_scheduler=...)"
+    else:
+        fix = "remove it"
     return ConfigProblem(key=key, found=found, expected=words, fix=fix)
 
 
@@ -139,8 +152,13 @@ def _words(kind: Any) -> str:
     return _WORDS.get(kind, f"a {getattr(kind, '__name__', kind)}, which JSON cannot hold")
 
 
-def _example(kind: Any, default: object) -> Any:
-    """Return a value to paste, the default if there is one."""
+def example_of(kind: Any, default: object) -> Any:
+    """Return a value to paste, the default if there is one; None where JSON has no such value.
+
+    Args:
+        kind: What the argument may be (see :func:`types_of`).
+        default: The default of the argument.
+    """
     if isinstance(default, bool | int | float | str | list | tuple):
         return default
     for choice in _choices(kind):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
 
 from ds_ldt.comm.collectives import bounded
 from ds_ldt.comm.control import ControlLink
@@ -70,7 +71,7 @@ class Intake:
         self._grid = grid
         self._guard = guard
         self._tracer = tracer
-        self._num_steps = 0
+        self._num_steps, self._said_no_targets = 0, False
         self._kind, self._with_loss = StepKind.TRAIN, True
         self._inbound_of: Recent[str, dict[Channel, tuple[int, ...]]] = Recent(REMEMBERED_PLANS)
         self._opening_of: Recent[str, dict[Channel, tuple[int, ...]]] = Recent(REMEMBERED_PLANS)
@@ -266,6 +267,12 @@ class Intake:
         if self._module.loss_reduction != "token" or not self._with_loss:
             return
         shape = step.plan.shape
+        if not num_targets and not self._said_no_targets:
+            self._said_no_targets = True
+            logger.warning(
+                "ds_ldt: no micro-batch of this step has a target, as all labels are -100: its loss is 0, and it "
+                "teaches nothing. Look at what collate_fn makes of labels (said once)"
+            )
         for batch in step.batches.values():
             share = batch.num_targets / num_targets if num_targets else 0.0
             batch.loss_weight = share * shape.num_micro_batches * shape.num_domains
