@@ -113,12 +113,8 @@ def facts_of(job: JobConfig, plan: Plan, site: Site) -> SiteFacts:
     Raises:
         ConfigError: The accelerator has no backend.
     """
-    versions = {
-        "ds_ldt": ds_ldt.__version__,
-        "deepspeed": str(deepspeed.__version__),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    versions = {package.__name__: str(package.__version__) for package in (ds_ldt, deepspeed, torch)}
+    versions["python"] = platform.python_version()
     with suppress(metadata.PackageNotFoundError):
         versions["transformers"] = metadata.version("transformers")
     slow_start, receive, send = map(_kernel_setting, ("tcp_slow_start_after_idle", "tcp_rmem", "tcp_wmem"))
