@@ -17,9 +17,9 @@ from ds_ldt.config.schema import JobConfig, load_config
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.plan.cost_file import known_from_config, memory_warning
 from ds_ldt.runtime.engine import LDTPipelineEngine
+from ds_ldt.runtime.initialize_checks import agree_on_arguments, agree_that_all_have_one, given_parameters
 from ds_ldt.runtime.module import LDTPipelineModule
-from ds_ldt.runtime.optimizer_coverage import agree_on_arguments, agree_that_all_have_one, given_parameters
-from ds_ldt.runtime.optimizer_rehearsal import steps_without_learning
+from ds_ldt.runtime.optimizer_arguments import steps_without_learning
 from ds_ldt.runtime.parameter_count import count_parameters
 from ds_ldt.topology.ranks import RankMap
 

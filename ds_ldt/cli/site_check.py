@@ -31,10 +31,11 @@ from ds_ldt.comm.launch import choose_backend, choose_interface
 from ds_ldt.comm.link_probe import Line, answer_probe, probe
 from ds_ldt.comm.reach import claim, local_end, reason, wait_for_store, within
 from ds_ldt.comm.rendezvous import port_forbidden, port_in_use
-from ds_ldt.comm.site_report import MeasuredLink, Site, SiteFacts, SiteReport, read_facts
+from ds_ldt.comm.site_report import MeasuredLink, SiteFacts, SiteReport, read_facts
 from ds_ldt.config.schema import JobConfig
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem, LinkError
 from ds_ldt.plan import Plan
+from ds_ldt.topology.ranks import Site
 
 _PREFIX = "ds_ldt_check"
 _ARRIVED = f"{_PREFIX}/arrived"
@@ -112,12 +113,8 @@ def facts_of(job: JobConfig, plan: Plan, site: Site) -> SiteFacts:
     Raises:
         ConfigError: The accelerator has no backend.
     """
-    versions = {
-        "ds_ldt": ds_ldt.__version__,
-        "deepspeed": str(deepspeed.__version__),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    versions = {package.__name__: str(package.__version__) for package in (ds_ldt, deepspeed, torch)}
+    versions["python"] = platform.python_version()
     with suppress(metadata.PackageNotFoundError):
         versions["transformers"] = metadata.version("transformers")
     slow_start, receive, send = map(_kernel_setting, ("tcp_slow_start_after_idle", "tcp_rmem", "tcp_wmem"))

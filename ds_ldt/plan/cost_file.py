@@ -24,12 +24,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ds_ldt.config.json_file import read_json
-from ds_ldt.config.spelling import unknown_key
+from ds_ldt.config.messages import unknown_key
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.plan.costs import Cell, Costs
 from ds_ldt.plan.policies import AUTO
 from ds_ldt.plan.policies.in_flight import Limits
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 if TYPE_CHECKING:
     from ds_ldt.config.schema import JobConfig

@@ -25,12 +25,9 @@ from ds_ldt.comm.wire import Signature, WireGuard, gradient_signature
 from ds_ldt.errors import ConfigError, LDTError, LinkError, SampleError
 from ds_ldt.plan import Channel, Flow, Plan
 from ds_ldt.plan.recent import REMEMBERED_PLANS, Recent
-from ds_ldt.runtime.micro_batches import MicroBatch, MicroBatchReader
+from ds_ldt.runtime.micro_batches import MicroBatch, MicroBatchKey, MicroBatchReader
 from ds_ldt.runtime.module import LDTPipelineModule
 from ds_ldt.runtime.shape_inference import Shapes, ShapeTracer, shapes_of, without_gradients
-
-MicroBatchKey = tuple[int, int]
-"""(micro-batch, domain)"""
 
 _ENDED = "the data of an edge replica ended inside a step"
 

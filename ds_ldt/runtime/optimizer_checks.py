@@ -22,12 +22,18 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_ldt.config.deepspeed_settings import shards_optimizer
+from ds_ldt.config.messages import unknown_key
 from ds_ldt.config.schema import JobConfig
-from ds_ldt.config.spelling import unknown_key
 from ds_ldt.errors import Absent, ConfigProblem
 from ds_ldt.runtime.optimizer import ELEMENTWISE
-from ds_ldt.runtime.optimizer_rehearsal import optimizer_problem, scheduler_problem
-from ds_ldt.runtime.optimizer_signatures import named_parameters, required_parameters, value_problem, value_problems
+from ds_ldt.runtime.optimizer_arguments import (
+    named_parameters,
+    optimizer_problem,
+    required_parameters,
+    scheduler_problem,
+    value_problem,
+    value_problems,
+)
 
 # DeepSpeed's own switches among the parameters of Adam and AdamW, beside those of torch's or its own class.
 _ADAM = frozenset({"adam", "adamw"})

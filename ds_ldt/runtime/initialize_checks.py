@@ -1,7 +1,7 @@
-"""Does the optimizer hold what the module trains? Asked once, before the first step, and answered on every rank alike.
+"""Do the arguments of ``ds_ldt.initialize`` fit the module? Checked on every rank, which all end alike.
 
-An optimizer holds the tensors that it was made from. Made before adapters were put in, or from another module, it
-would train nothing, or not all, and nobody would notice: the loss is still computed.
+The optimizer above all: it holds the tensors that it was made from. Made before adapters were put in, or from another
+module, it would train nothing, or not all, and nobody would notice, because the loss is still computed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from ds_ldt.comm.collectives import bounded, ranks_where
 from ds_ldt.comm.grid import LDTPipelineGrid
+from ds_ldt.comm.waits import ranks
 from ds_ldt.data.sampling import data_problems
-from ds_ldt.errors import Absent, ConfigError, ConfigProblem
+from ds_ldt.errors import Absent, ConfigError, ConfigProblem, enumerated
 from ds_ldt.runtime.module import LDTPipelineModule
-from ds_ldt.runtime.optimizer_signatures import required_parameters
+from ds_ldt.runtime.optimizer_arguments import required_parameters
 
 _KEY = "optimizer"
 _SHOWN = 4
@@ -43,7 +44,7 @@ def coverage_problems(module: LDTPipelineModule, groups: Sequence[dict[str, Any]
     if missing:
         yield ConfigProblem(
             key=_KEY,
-            found=Absent(f"one without {_listed(missing)}"),
+            found=Absent(f"one without {enumerated(missing, most=_SHOWN)}"),
             expected="one that holds every parameter of the module that is trained",
             fix=_fix_missing(module, missing),
         )
@@ -51,7 +52,7 @@ def coverage_problems(module: LDTPipelineModule, groups: Sequence[dict[str, Any]
     if foreign:
         yield ConfigProblem(
             key=_KEY,
-            found=Absent(f"one with {_listed(foreign)} that the module does not have"),
+            found=Absent(f"one with {enumerated(foreign, most=_SHOWN)} that the module does not have"),
             expected="one made from parameters of this rank's module",
             fix="make it from module.parameters(), after the module is complete",
         )
@@ -136,7 +137,7 @@ def agree_on_arguments(module: LDTPipelineModule, arguments: Mapping[str, Any]) 
     if wrong:
         raise ConfigError.of(
             "ds_ldt.initialize",
-            found=Absent(f"arguments on {_ranks(wrong)} that cannot be used"),
+            found=Absent(f"arguments on {ranks(wrong)} that cannot be used"),
             expected="arguments on every rank that can",
             fix="see the message there, which names them",
         )
@@ -158,7 +159,7 @@ def agree_that_all_have_one(has_one: bool, grid: LDTPipelineGrid) -> None:
     if 0 < len(without) < grid.world_size:
         raise ConfigError.of(
             _KEY,
-            found=Absent(f"none on {_ranks(without)}, and one on the others"),
+            found=Absent(f"none on {ranks(without)}, and one on the others"),
             expected="one on every rank of both sites, or on none",
             fix="pass optimizer= on every rank, or name one in the JSON",
         )
@@ -185,7 +186,7 @@ def agree_on_coverage(module: LDTPipelineModule, groups: Sequence[dict[str, Any]
     if wrong:
         raise ConfigError.of(
             _KEY,
-            found=Absent(f"one on {_ranks(wrong)} that does not hold exactly what is trained there"),
+            found=Absent(f"one on {ranks(wrong)} that does not hold exactly what is trained there"),
             expected="one that does, on every rank",
             fix="see the message there, which names the parameters",
         )
@@ -214,12 +215,3 @@ def _fix_missing(module: LDTPipelineModule, missing: Sequence[str]) -> str:
         )
     more = "them" if len(missing) > 1 else "it"
     return f"add {more} to a parameter group, or take {more} out of training with requires_grad_(False) or ldt.freeze"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
