@@ -16,8 +16,8 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from ds_ldt.config.deepspeed_keys import BATCH_KEYS, TABLE
+from ds_ldt.config.deepspeed_standing import flattened
 from ds_ldt.config.schema import JobConfig, LDTConfig, load_config
-from ds_ldt.config.value_rules import flattened
 from ds_ldt.errors import ConfigError, LDTError
 from tests.bad_configs import ABSENT, BAD_CONFIGS, GOOD_CONFIG, changed
 

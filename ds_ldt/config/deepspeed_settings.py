@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ds_ldt.config.deepspeed_keys import BATCH_KEYS, DTYPES, TABLE
+from ds_ldt.config.deepspeed_standing import Setting, Standing, flattened
 from ds_ldt.config.messages import unknown_key
 from ds_ldt.config.rules import GivenBatch, is_whole
-from ds_ldt.config.value_rules import Setting, Standing, flattened
 from ds_ldt.errors import Absent, ConfigProblem
 
 ELSEWHERE: Mapping[str, str] = {
