@@ -13,6 +13,7 @@ from deepspeed.utils.logging import print_dist
 
 from ds_ldt.checkpointing.output_paths import check_together, output_paths_of
 from ds_ldt.comm.launch import prepare_environment
+from ds_ldt.config.rules import is_whole
 from ds_ldt.config.schema import JobConfig, load_config
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.plan.cost_file import known_from_config, memory_warning
@@ -194,7 +195,7 @@ def _say_steps_without_learning(engine: LDTPipelineEngine) -> None:
 
 def _check_whole_numbers(**values: Any) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not is_whole(value, 0):
             raise ConfigError.of(name, found=value, expected="a whole number >= 0", fix=f"write e.g. {name}=2")
 
 

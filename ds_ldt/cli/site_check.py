@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # document
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import ds_ldt
-from ds_ldt.comm.agreement import differences, shared_settings
+from ds_ldt.comm.agreement import shared_settings, site_differences
 from ds_ldt.comm.launch import choose_backend, choose_interface
 from ds_ldt.comm.link_probe import Line, answer_probe, probe
 from ds_ldt.comm.reach import claim, local_end, reason, wait_for_store, within
@@ -190,22 +190,22 @@ def first_difference(edge: SiteFacts, cloud: SiteFacts) -> ConfigProblem | None:
         versions = [site.versions.get(package, "nothing") for site in (edge, cloud)]
         significant = [".".join(version.split(".")[:2]) if package == "torch" else version for version in versions]
         if significant[0] != significant[1]:
-            return differences(
+            return site_differences(
                 {package: versions[0]},
                 {package: versions[1]},
                 fix=f"install the same version of {package} on both sites",
             )[0]
     found = [
-        *differences(
+        *site_differences(
             {"backend": edge.backend},
             {"backend": cloud.backend},
             fix="choose accelerators with the same backend, e.g. DS_ACCELERATOR=cpu on both sites",
         ),
-        *differences(edge.settings, cloud.settings, fix="give both sites the same JSON"),
+        *site_differences(edge.settings, cloud.settings, fix="give both sites the same JSON"),
     ]
     # Where hints of the link change the plan, the plan is named: its line has the hints of both sites in words.
     if not [problem for problem in found if problem.key != "ldt.link"] and edge.fingerprint != cloud.fingerprint:
-        found = differences(
+        found = site_differences(
             {"plan": _plan_of(edge)},
             {"plan": _plan_of(cloud)},
             fix="give both sites the same ldt.link and ldt.schedule, from which the plan follows",

@@ -129,11 +129,7 @@ def agree_on_arguments(module: LDTPipelineModule, arguments: Mapping[str, Any]) 
         LinkError: not every rank called it within ``ldt.timeout_s``.
     """
     grid, params = module.mpu(), module.job.deepspeed.get("scheduler", {}).get("params", {})
-    problems = list(argument_problems(arguments, params, on_edge=grid.site == "edge"))
-    with bounded("ds_ldt.initialize", grid):
-        wrong = ranks_where(bool(problems), grid)
-    if problems:
-        raise ConfigError.from_problems(problems)
+    wrong = _ranks_at_fault(list(argument_problems(arguments, params, on_edge=grid.site == "edge")), grid)
     if wrong:
         raise ConfigError.of(
             "ds_ldt.initialize",
@@ -178,11 +174,7 @@ def agree_on_coverage(module: LDTPipelineModule, groups: Sequence[dict[str, Any]
             own, or else on which rank something is.
         LinkError: not every rank called it within ``ldt.timeout_s``.
     """
-    problems = list(coverage_problems(module, groups))
-    with bounded("ds_ldt.initialize", grid):
-        wrong = ranks_where(bool(problems), grid)
-    if problems:
-        raise ConfigError.from_problems(problems)
+    wrong = _ranks_at_fault(list(coverage_problems(module, groups)), grid)
     if wrong:
         raise ConfigError.of(
             _KEY,
@@ -190,6 +182,15 @@ def agree_on_coverage(module: LDTPipelineModule, groups: Sequence[dict[str, Any]
             expected="one that does, on every rank",
             fix="see the message there, which names the parameters",
         )
+
+
+def _ranks_at_fault(problems: list[ConfigProblem], grid: LDTPipelineGrid) -> list[int]:
+    """Raise the problems of this rank; where it has none, return the ranks that do. Every rank calls it."""
+    with bounded("ds_ldt.initialize", grid):
+        wrong = ranks_where(bool(problems), grid)
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return wrong
 
 
 def given_parameters(module: nn.Module, parameters: Any) -> list[Any] | None:
