@@ -46,7 +46,7 @@ class Setting:
     Attributes:
         standing: What ds_ldt does with it.
         why: The reason, for a setting that is not honoured; else what it does, where that needs saying.
-        accepts: Whether a value is accepted. Settings that are absent are not asked about.
+        accepts: Whether a value is accepted. Only for settings that are present.
         expected: What is accepted, in words.
         example: A value that is accepted; None where none is.
         fix: What to do about another value; None: write the example.

@@ -71,7 +71,7 @@ class Results:
         return total
 
     def named_means(self, grid: LDTPipelineGrid, device: torch.device, *, count: int, what: str) -> Named | None:
-        """Means of the named values over the whole global batch. Every edge replica calls it; nobody else.
+        """Means of the named values over the whole global batch. Every edge replica calls it, and no cloud rank.
 
         Args:
             grid: the group of the edge replicas.

@@ -148,8 +148,8 @@ def _mismatch(key: str, value: object, kind: Any, default: object, error: Valida
 def _in_json(annotation: Any) -> Any:
     """Return an annotation without what JSON cannot hold, as far as something is left."""
     if get_origin(annotation) in (Union, types.UnionType):
-        kept = [one for one in get_args(annotation) if one is not torch.Tensor]
-        return reduce(or_, map(_in_json, kept))
+        others = [one for one in get_args(annotation) if one is not torch.Tensor]
+        return reduce(or_, map(_in_json, others))
     if get_origin(annotation) is tuple:
         return types.GenericAlias(tuple, tuple(_in_json(one) for one in get_args(annotation)))
     if get_origin(annotation) in _LISTS:

@@ -260,7 +260,7 @@ def _unknown_name(
 
 
 def _is_flat(settings: Mapping[str, Any]) -> bool:
-    """Whether the optimizer is given slices of flattened parameters that somebody has to vouch for."""
+    """Whether the optimizer is given slices of flattened parameters and has to be known to work with them."""
     if settings.get("zero_allow_untested_optimizer") is True:
         return False
     return shards_optimizer(settings)

@@ -5,7 +5,7 @@ Passes outside of training (:func:`evaluating`) leave random numbers, modes and 
 Before each layer of each micro-batch runs in training, the generators of CPU and accelerator are seeded from
 (base_seed, training step, domain, micro-batch, global index of the layer). So dropout masks are the same for every
 number of stages and chunks, every policy and number of edge replicas, after a resume, and when activation
-checkpointing runs the layer again. Seeding takes a few microseconds, so no layer is asked whether it draws at all.
+checkpointing runs the layer again. Seeding takes a few microseconds, so every layer is seeded.
 """
 
 from __future__ import annotations
