@@ -18,8 +18,7 @@ from griffe import Docstring, DocstringSectionKind, Parser
 from pydantic import BaseModel
 
 from ds_ldt.config.lora import LoraSettings
-from ds_ldt.config.schema import LDTConfig
-from ds_ldt.config.sections import TraceConfig
+from ds_ldt.config.schema import LDTConfig, TraceConfig
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
 TABLES: dict[str, type[BaseModel]] = {"ldt": LDTConfig, "ldt.lora": LoraSettings, "ldt.trace": TraceConfig}

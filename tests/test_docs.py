@@ -15,8 +15,7 @@ from pydantic import BaseModel
 
 import ds_ldt
 from ds_ldt.config.lora import LoraSettings
-from ds_ldt.config.schema import LDTConfig
-from ds_ldt.config.sections import TraceConfig
+from ds_ldt.config.schema import LDTConfig, TraceConfig
 from ds_ldt.plan import Costs, PipelineShape, build_plan, lower_bound, simulate
 from ds_ldt.topology.layout import Layout
 from tests.harness import ROOT, run_group

@@ -136,9 +136,7 @@ def test_files_are_short_enough_to_read_in_one_go() -> None:
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in python_files(*CODE)
     }
-    assert not {
-        name: length for name, length in lengths.items() if length >= MAX_FILE_LINES
-    }
+    assert not {name: length for name, length in lengths.items() if length >= MAX_FILE_LINES}
 
 
 # --- rules over text ----------------------------------------------------------------------------------------------

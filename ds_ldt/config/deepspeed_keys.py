@@ -108,8 +108,8 @@ _FP16 = {
     "consecutive_hysteresis": honoured(BOOLEAN),
     "loss_scale": honoured(
         Value(
-            accepts=lambda value: is_number(value, 0),
-            expected="the factor of the losses, a number >= 0; 0 means that it adapts",
+            accepts=lambda value: is_number(value, 0) and value <= 2.0**_HIGHEST_SCALE_POWER,
+            expected="the factor of the losses, a number >= 0 that fp32 holds; 0 means that it adapts",
             example=0,
         )
     ),

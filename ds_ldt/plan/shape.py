@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan.instructions import Channel, Flow
 
 if TYPE_CHECKING:
     from ds_ldt.topology.layout import Layout
-
-EDGE_STAGE = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class Calibration:
             return dict(handlers)
         for boundaries in signatures:
             for boundary, signature in enumerate(boundaries):
-                self._sizes[boundary] = max(_bytes_of(signature), self._sizes.get(boundary, 0))
+                self._sizes[boundary] = max(sum(one.nbytes for one in signature), self._sizes.get(boundary, 0))
         return {kind: self._timed(kind, handler) for kind, handler in handlers.items()}
 
     def _timed(self, kind: Kind, handler: Handler) -> Handler:
@@ -193,7 +193,3 @@ def _train(grid: LDTPipelineGrid, device: torch.device | str, *, source: str) ->
             get_accelerator().synchronize()
             times.append(time.perf_counter_ns() - begin)
     return [0] * _TRAIN if sends else times
-
-
-def _bytes_of(signature: Signature) -> int:
-    return sum(one.numel * one.dtype.itemsize for one in signature)

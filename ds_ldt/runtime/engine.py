@@ -15,9 +15,9 @@ from ds_ldt.checkpointing.output_paths import check_directory
 from ds_ldt.comm.agreement import agree_on
 from ds_ldt.comm.step_header import StepKind
 from ds_ldt.errors import ConfigError
-from ds_ldt.runtime.evaluation import evaluating
 from ds_ldt.runtime.executor import unchanged
 from ds_ldt.runtime.generation import Decoding, Generator, check_model, last_position
+from ds_ldt.runtime.rng import evaluating
 from ds_ldt.runtime.stepping import SteppingEngine
 
 

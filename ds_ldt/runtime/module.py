@@ -25,9 +25,9 @@ from ds_ldt.config.schema import JobConfig, load_config
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.models.lora import plan_adapters
 from ds_ldt.plan.size import check_job
-from ds_ldt.runtime.dropout import Place
 from ds_ldt.runtime.layer_runner import Payload, inside_of, intervals_by_chunk, run_segments, seeded, with_local
-from ds_ldt.runtime.optimizer_recipe import recipe_problems
+from ds_ldt.runtime.optimizer_checks import recipe_problems
+from ds_ldt.runtime.rng import Place
 from ds_ldt.runtime.shape_inference import Shapes
 from ds_ldt.topology.layout import Layout
 from ds_ldt.topology.ranks import RankMap
@@ -69,7 +69,7 @@ class LDTPipelineModule(PipelineModule):
         model_type: for ``ldt.lora``, whose default target modules to take, by transformers' name.
         fingerprint: the model that both sites and every checkpoint have to be of; None where that is not known.
         base_seed: seed of the initial weights, layer i uses ``base_seed + i``; and of what layers draw in training
-            (see ``ds_ldt.runtime.dropout``).
+            (see ``ds_ldt.runtime.rng``).
         activation_checkpoint_interval: checkpoint activations every so many layers; 0 turns it off. A value in the
             JSON's ``pipeline`` section wins, and over that ``ldt.activation_checkpoint_interval``, which has one for
             each chunk.
@@ -184,6 +184,10 @@ class LDTPipelineModule(PipelineModule):
         problems = list(recipe_problems(self.job))
         if problems:
             raise ConfigError.from_problems(problems)
+        for name in ("loss_fn", "batch_fn", "count_targets", "sent_shapes"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                found = Absent(type(getattr(self, name)).__name__)
+                raise ConfigError.of(name, found=found, expected="a function, or None", fix="pass the function itself")
         check_job(self.job, self.layout)
         self._check_ties()
         self._check_local_layers()
