@@ -49,7 +49,7 @@ def initialize(
 
     Args:
         args: may carry ``deepspeed_config``, a path, in place of ``config``.
-        model: an :class:`~ds_ldt.runtime.module.LDTPipelineModule`.
+        model: an ``LDTPipelineModule``.
         optimizer: a ``torch.optim.Optimizer`` over this rank's parameters, or a callable that makes one of
             ``model_parameters``; it wins over the JSON. It holds all that is trained here, in groups as you like;
             frozen parameters may be among them.
@@ -76,7 +76,7 @@ def initialize(
             module's; some rank cannot write where the configuration says (``ldt.trace``, ``ldt.measured_costs``,
             tensorboard, csv_monitor), or was given an object that cannot be what it is passed for.
         LinkError: a rank did not call it within ``ldt.timeout_s``; it is named. Ranks that prepare their data are
-            waited for longer (see :func:`ds_ldt.preparing_data`).
+            waited for longer (see ``ds_ldt.preparing_data``).
     """
     _refuse(
         distributed_port=distributed_port,

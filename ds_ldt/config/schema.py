@@ -72,8 +72,8 @@ class SiteConfig(Section):
     """Sizes of one site.
 
     Attributes:
-        data_parallel_size: E on the edge (replicas), D in the cloud (domains).
-        tensor_parallel_size: Ranks that share one stage of one replica or domain; only 1 is supported yet.
+        data_parallel_size: Replicas E on the edge, domains D in the cloud. E divides D.
+        tensor_parallel_size: Ranks that share one stage of one replica or domain; only 1 in this version.
     """
 
     data_parallel_size: int = Field(default=1, ge=1, description=_SIZE, examples=[2])
@@ -87,15 +87,15 @@ class ScheduleConfig(Section):
 
     Attributes:
         policy: Name of the schedule policy; "auto" takes the one that is best for the link.
-        max_in_flight: Most micro-batches that a rank may hold for one domain; None for what the policy asks for.
-        memory_gb: Gigabytes (1e9 bytes) of a rank that the activations of micro-batches in flight may take; None for
-            no limit. It limits what is in flight as soon as the bytes of a micro-batch are known.
+        max_in_flight: Most micro-batches of one domain that a rank may hold at once; None: what the policy asks for.
+        memory_gb: Gigabytes (1e9 bytes) of a rank that the activations in flight may take; None for no limit. It
+            limits once "auto" has measured a micro-batch, or from the start if `layer_activation_mb` gives it.
         layer_activation_mb: Megabytes (1e6 bytes) that a layer keeps of one micro-batch until its backward; a hint.
         layer_forward_ms: Milliseconds of one layer's forward of one micro-batch; a hint, used until it is measured.
             Only its ratio to the latency matters: too low a value plans for more micro-batches in flight than needed.
         split_backward: Run the backwards of the cloud in two halves: the gradients of the inputs first, which the next
             rank waits for; those of the weights when there is nothing else to do.
-        measure_steps: First training steps that "auto" measures before it plans anew; 0 keeps the plan of the hints.
+        measure_steps: Training steps that "auto" measures, the first of several as a warm-up; 0: it uses the hints.
     """
 
     policy: Literal["ldt_1f1b", "closed_form", "greedy", "auto"] = Field(
@@ -115,10 +115,10 @@ class LinkConfig(Section):
     """What is known of the wide-area link beforehand: hints for planning.
 
     Attributes:
-        latency_ms: One-way latency in milliseconds.
-        bandwidth_mbps: Bandwidth of an edge replica in megabits per second, each way; 0 means unlimited.
+        latency_ms: One-way latency in milliseconds. A hint for planning.
+        bandwidth_mbps: Bandwidth of an edge replica in megabits per second, each way; 0 means unlimited. A hint.
         message_mb: Megabytes (1e6 bytes) of the activations of one micro-batch at a boundary, and of their gradient;
-            of the largest one where sizes differ.
+            of the largest one where sizes differ. A hint.
     """
 
     latency_ms: float = Field(default=20.0, ge=0, description="milliseconds, a number >= 0", examples=[20])
@@ -153,8 +153,8 @@ class LDTConfig(Section):
     """The "ldt" section.
 
     Attributes:
-        pipeline_num_layers: V x P layers per (chunk, stage) cell; for a model of two modalities a mapping from each
-            modality to such a matrix.
+        pipeline_num_layers: Layers per cell of a V x P matrix: a row per chunk, a column per stage, stage 0 the edge.
+            For a model of two modalities a mapping from each modality to such a matrix.
         edge: Sizes of the edge.
         cloud: Sizes of the cloud.
         schedule: The schedule policy and its memory cap.
@@ -163,11 +163,11 @@ class LDTConfig(Section):
         allow_exposed_edge: Accept no decoder layer before the first hop or after the last one.
         loss_reduction: Mean over target tokens or over micro-batches; None for the model's default ("token" for
             Hugging Face models, "micro_batch" for lists of layers).
-        activation_checkpoint_interval: Layers between activation checkpoints, by chunk; None: DeepSpeed's own setting.
-        freeze: Names of parts of the model that are not trained; which there are, the model says.
-        lora: Adapters that are trained in place of the model; None to train the model itself.
+        activation_checkpoint_interval: Layers between checkpoints, by chunk, 0 for none; None: DeepSpeed's setting.
+        freeze: Names of parts of the model that are not trained; an unknown name is answered with those there are.
+        lora: Settings of PEFT's `LoraConfig`: adapters trained in place of the model; None to train the model itself.
         measured_costs: File into which rank 0 writes what "auto" measured, for `ds-ldt plan --costs`; None for none.
-        trace: Which steps are recorded for `ds-ldt draw --trace` and Perfetto; None for none.
+        trace: Steps that each rank records as a Chrome trace, for `ds-ldt draw --trace` and Perfetto; None for none.
     """
 
     pipeline_num_layers: Matrix | Matrices = Field(
