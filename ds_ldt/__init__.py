@@ -72,15 +72,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
-    if name == "models":
-        return import_module("ds_ldt.models")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ds_ldt' has no attribute '{name}'")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # else a type checker would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use."""
+        if name == "models":
+            return import_module("ds_ldt.models")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'ds_ldt' has no attribute '{name}'")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -231,6 +231,23 @@ def test_neither_command_needs_torch(config: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, capture_output=True)
 
 
+def test_help_names_every_command_and_needs_no_torch() -> None:
+    script = (
+        "import contextlib, sys; from ds_ldt.cli import main as cli\n"
+        "for name in ([], *([name] for name in cli.COMMANDS)):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        cli.main([*name, '--help'])\n"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], check=True, timeout=120, capture_output=True, text=True)
+    for name, command in cli.COMMANDS.items():
+        assert f"usage: ds-ldt {name} " in ran.stdout
+        assert command.__doc__ is not None
+        assert f"    ds-ldt {name} " in command.__doc__
+        assert command.__doc__.strip() in ran.stdout
+
+
 def test_the_module_and_the_console_script_are_the_same_program(config: str) -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")

@@ -200,8 +200,10 @@ def unknown_options(words: list[str]) -> list[str]:
         known += read(ROOT / "examples/run_site.sh")
     if "deepspeed" in words:
         known += "--no_ssh --node_rank --hostfile --master_addr --master_port"
-    if words[0] == "ds-ldt":
-        known += read(ROOT / "ds_ldt/cli/main.py")
+    commands = {"hf_to_ds_ldt.py": "convert", "ds_ldt_to_hf.py": "export"}
+    command = words[1] if words[0] == "ds-ldt" else next((commands.get(script.name) for script in scripts), None)
+    if command is not None:
+        known += "".join(read(ROOT / f"ds_ldt/cli/{module}.py") for module in (command, "job"))
     options = [word.split("=")[0] for word in words if word.startswith("--")]
     return [option for option in options if not re.search(rf"{option}\b(?!-)", known)]
 

@@ -16,7 +16,7 @@ from ds_ldt.plan.compare import differences
 from tests.plan.shapes import full_shape, split
 
 pytest.importorskip("matplotlib")
-from ds_ldt.cli.draw import colour_of, draw_timeline  # noqa: E402
+from ds_ldt.cli.picture import colour_of, draw_timeline  # noqa: E402
 
 SHAPE = full_shape(4, 2, m=16, d=2)
 

@@ -82,7 +82,7 @@ def further_files(directories: Iterable[Path]) -> FurtherFiles:
     """Find what lies beside the weights of a model.
 
     Args:
-        directories: Where to look: Hugging Face model directories, or directories that `hf_to_ds_ldt.py` wrote, of
+        directories: Where to look: Hugging Face model directories, or directories that `ds-ldt convert` wrote, of
             which only what the conversion put there counts. A name is taken from the first that has it.
     """
     paths: dict[str, Path] = {}

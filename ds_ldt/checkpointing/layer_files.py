@@ -340,7 +340,7 @@ def _not_described(directory: Path, site: Site | None) -> str:
         )
     return (
         f"{directory} holds no layer files (layer_XX-model_states.pt). Fix: name a directory written by "
-        f"hf_to_ds_ldt.py, or a checkpoint directory of the engine with its `{LATEST_FILE}` file."
+        f"ds-ldt convert, or a checkpoint directory of the engine with its `{LATEST_FILE}` file."
     )
 
 

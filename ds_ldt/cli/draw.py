@@ -1,226 +1,82 @@
-"""Timelines as pictures, planned or measured: a row for each rank, a box for each compute, gaps where a rank waits.
+"""Draw the planned timeline, a measured one, or both.
 
-matplotlib draws them. It is an extra (`pip install "ds_ldt[plot]"`) and is imported only when something is drawn.
+    ds-ldt draw config.json -o plan.svg
+    ds-ldt draw --trace trace.json -o run.svg
+    ds-ldt draw config.json --trace trace.json -o both.svg
+
+Needs the extra `plot` (matplotlib), and neither torch nor processes.
 """
 
 from __future__ import annotations
 
-import colorsys
-from collections.abc import Sequence
-from os import PathLike
+from argparse import ArgumentError, ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from ds_ldt.errors import Absent, ConfigError
-from ds_ldt.plan.dependencies import receiver
-from ds_ldt.plan.instructions import Compute, Op
-from ds_ldt.plan.timeline import Span, Timeline
+from ds_ldt.cli.job import add_costs, add_set, load_job, report_of
+from ds_ldt.cli.picture import check_drawable, draw_timeline
+from ds_ldt.plan import Timeline
+from ds_ldt.plan.chrome_trace import read_trace
+from ds_ldt.plan.compare import differences
+from ds_ldt.plan.simulate import for_all_replicas
+from ds_ldt.plan.size import num_computes
+from ds_ldt.plan.text import render_seconds
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from ds_ldt.plan.shape import PipelineShape
-
-SUFFIXES = (".svg", ".png", ".pdf")
-
-MOST_BOXES, MOST_ROWS = 50_000, 800
-"""Of a picture. More take minutes to draw and to look at, and a PNG of more rows cannot be made."""
-
-_INCHES_WIDE = 22.0
-_INCHES_PER_ROW = 0.62
-_POINTS_PER_INCH = 72.0
-_SMALLEST_FONT, _LARGEST_FONT = 3.0, 8.0
-_CHARACTER_WIDTH = 0.8  # of the font size
-_HUES = (0.58, 0.09, 0.33, 0.80, 0.95, 0.47)
-_TONES = {Op.FORWARD: (0.78, 0.62), Op.BACKWARD: (0.56, 0.62), Op.WEIGHT: (0.69, 0.26)}
-"""Lightness and saturation."""
-_IDLE = "#e9e9e9"
-
-Box = tuple[Timeline, float, float]
-"""A timeline, and where in the row of a rank its boxes begin and end, 0 (top) to 1."""
+_SHOWN_DIFFERENCES = 10
 
 
-def draw_timeline(
-    timeline: Timeline,
-    path: str | PathLike[str],
-    *,
-    title: str,
-    shape: PipelineShape | None = None,
-    measured: Timeline | None = None,
-    arrows: bool = False,
-) -> None:
-    """Draw a timeline into a file.
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of the command.
 
     Args:
-        timeline: The timeline; the upper half of each row where there are two.
-        path: Where to; the suffix says the format, one of `SUFFIXES`.
-        title: What stands above.
-        shape: The shape, which says what each rank is and which chunk a virtual stage belongs to.
-        measured: A second timeline, for the lower half of each row.
-        arrows: Draw each message over the link as a line from the compute that sends to the one that needs it.
+        parser: Its parser.
+    """
+    parser.add_argument("config", nargs="?", help="DeepSpeed JSON with an ldt section")
+    parser.add_argument("-o", "--output", required=True, help="the picture: .svg, .png or .pdf")
+    parser.add_argument("--trace", help="Chrome trace of a run (events named like F0.3.1, tid = rank), or a directory")
+    parser.add_argument("--step", type=int, help="training step of the trace; the last one by default")
+    parser.add_argument("--arrows", action="store_true", help="draw the messages over the link")
+    add_set(parser)
+    add_costs(parser)
+
+
+def run(options: Namespace) -> str:
+    """Run the command; return what it prints.
+
+    Args:
+        options: The command line.
 
     Raises:
-        ConfigError: The suffix is of no known format, there is too much to draw, or matplotlib is not installed.
-        OSError: The file cannot be written.
+        ArgumentError: There is nothing to draw.
+        LDTError: The input is wrong.
+        OSError: A file cannot be read or written.
     """
-    for each in (timeline, *(() if measured is None else (measured,))):
-        check_drawable(len(each.spans), each.num_ranks, path)
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ConfigError.of(
-            f"picture {path}",
-            found=Absent(f"the suffix {suffix!r}"),
-            expected=f"one of {', '.join(SUFFIXES)}",
-            fix="name the file plan.svg or plan.png",
-        )
-    figure, axes = _figure(timeline.num_ranks)
-    halves: tuple[Box, ...] = ((timeline, 0.06, 0.94),)
-    if measured is not None:
-        halves = ((timeline, 0.04, 0.49), (measured, 0.51, 0.96))
-    _draw_rows(axes, halves, shape)
-    if arrows and shape is not None:
-        for each, top, bottom in halves:
-            _draw_arrows(axes, each, shape, middle=(top + bottom) / 2)
-    _label(axes, halves, shape, title)
-    figure.savefig(path, format=suffix[1:], dpi=130, bbox_inches="tight", metadata=_without_date(suffix))
-
-
-def check_drawable(num_boxes: int, num_ranks: int, path: str | PathLike[str]) -> None:
-    """Refuse a picture that nobody could look at.
-
-    Args:
-        num_boxes: Computes in it.
-        num_ranks: Rows in it.
-        path: Where it was to go.
-
-    Raises:
-        ConfigError: There is too much to draw.
-    """
-    if num_boxes > MOST_BOXES or num_ranks > MOST_ROWS:
-        raise ConfigError.of(
-            f"picture {path}",
-            found=Absent(f"{num_boxes} computes on {num_ranks} ranks"),
-            expected=f"at most {MOST_BOXES} computes on {MOST_ROWS} ranks",
-            fix="draw a smaller step: --set gradient_accumulation_steps=16, fewer domains and edge replicas, or, of "
-            "traces, those of some ranks",
-        )
-
-
-def colour_of(compute: Compute, *, chunk: int) -> tuple[float, float, float]:
-    """Return red, green and blue of a compute, 0 to 1: the chunk is the hue, the domain the shade.
-
-    F is paler than B, and W has less colour than either.
-
-    Args:
-        compute: The compute.
-        chunk: Chunk of its virtual stage.
-    """
-    hue = _HUES[chunk % len(_HUES)]
-    lightness, saturation = _TONES[compute.op]
-    return colorsys.hls_to_rgb(
-        (hue + 0.028 * (compute.domain % 4)) % 1, lightness - 0.055 * (compute.domain % 4), saturation
+    if options.config is None and options.trace is None:
+        raise ArgumentError(None, "draw needs a configuration, a --trace, or both")
+    measured = None if options.trace is None else read_trace(options.trace, step=options.step)
+    if options.config is None:
+        assert measured is not None
+        title = f"measured: {render_seconds(measured.makespan)}"
+        draw_timeline(measured, options.output, title=title)
+        return f"wrote {options.output}: {title}\n"
+    job = load_job(options, costs=options.costs)
+    check_drawable(num_computes(job.shape) * job.shape.num_replicas, job.shape.num_ranks, options.output)
+    report = report_of(job)
+    title = (
+        f"{report.plan.policy}, P={job.config.num_stages} V={job.layout.num_chunks} M={job.config.num_micro_batches} "
+        f"D={job.config.num_domains} E={job.config.num_replicas}, hop {render_seconds(job.known.costs.latency)}: "
+        f"{render_seconds(report.timeline.makespan)} planned, {report.efficiency:.3f} of the bound"
     )
+    lines = []
+    planned = for_all_replicas(report.timeline, job.shape)
+    if measured is not None:
+        title += f"; {render_seconds(measured.makespan)} measured (lower half of each row)"
+        lines = _difference_lines(planned, measured)
+    draw_timeline(planned, options.output, title=title, shape=job.shape, measured=measured, arrows=options.arrows)
+    return "\n".join([f"wrote {Path(options.output)}: {title}", *lines]) + "\n"
 
 
-def _figure(num_ranks: int) -> tuple[Any, Axes]:
-    try:
-        from matplotlib import rcParams
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError.of(
-            "matplotlib",
-            found=Absent("no such package"),
-            expected="it, to draw pictures",
-            fix='pip install "ds_ldt[plot]"',
-        ) from None
-    rcParams["svg.hashsalt"] = "ds_ldt"  # equal pictures are equal files
-    figure = Figure(figsize=(_INCHES_WIDE, 1.5 + _INCHES_PER_ROW * num_ranks))
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
-def _draw_rows(axes: Axes, halves: Sequence[Box], shape: PipelineShape | None) -> None:
-    longest = max(timeline.makespan for timeline, _, _ in halves) or 1.0
-    for timeline, top, bottom in halves:
-        for rank in range(timeline.num_ranks):
-            spans = timeline.of_rank(rank)
-            axes.broken_barh([(0, longest)], (rank + top, bottom - top), facecolors=_IDLE, zorder=0)
-            axes.broken_barh(
-                [(span.start - timeline.start, span.seconds) for span in spans],
-                (rank + top, bottom - top),
-                facecolors=[colour_of(span.compute, chunk=_chunk(span, shape)) for span in spans],
-                edgecolors="white",
-                linewidth=0.4,
-            )
-            for span in spans:
-                _name(axes, span, start=timeline.start, longest=longest, row=rank + (top + bottom) / 2)
-    axes.set_xlim(0, longest)
-
-
-def _name(axes: Axes, span: Span, *, start: float, longest: float, row: float) -> None:
-    """Write op and micro-batch into the box of a compute, if they fit. Stage and domain are told by row and colour."""
-    text = str(span.compute.micro_batch)
-    points = span.seconds / longest * _INCHES_WIDE * 0.78 * _POINTS_PER_INCH
-    size = min(_LARGEST_FONT, points / (len(text) * _CHARACTER_WIDTH))
-    if size >= _SMALLEST_FONT:
-        middle = (span.start + span.end) / 2 - start
-        axes.text(middle, row, text, ha="center", va="center", fontsize=size, clip_on=True)
-
-
-def _draw_arrows(axes: Axes, timeline: Timeline, shape: PipelineShape, *, middle: float) -> None:
-    by_compute = {span.compute: span for span in timeline.spans}
-    for span in timeline.spans:
-        waiting = receiver(span.compute, shape)
-        target = None if waiting is None else by_compute.get(waiting)
-        if target is None or (shape.stage_of(span.rank) and shape.stage_of(target.rank)):
-            continue
-        axes.plot(
-            [span.end - timeline.start, target.start - timeline.start],
-            [span.rank + middle, target.rank + middle],
-            color="#555555",
-            linewidth=0.35,
-            alpha=0.6,
-        )
-
-
-def _label(axes: Axes, halves: Sequence[Box], shape: PipelineShape | None, title: str) -> None:
-    from matplotlib.patches import Patch
-
-    num_ranks = max(timeline.num_ranks for timeline, _, _ in halves)
-    axes.set_ylim(num_ranks, 0)
-    axes.set_yticks([rank + 0.5 for rank in range(num_ranks)])
-    axes.set_yticklabels([_row_name(rank, halves[0][0], shape) for rank in range(num_ranks)])
-    axes.set_xlabel("seconds; the number in a box is the micro-batch, gaps are waits")
-    axes.set_title(title, loc="left", fontsize=11)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    shown = {
-        (_chunk(span, shape), span.compute.domain, span.compute.op): span
-        for timeline, _, _ in halves
-        for span in timeline.spans
-    }
-    what = "stage" if shape is None else "chunk"
-    handles = [
-        Patch(
-            color=colour_of(shown[key].compute, chunk=key[0]), label=f"{key[2].value} {what} {key[0]}, domain {key[1]}"
-        )
-        for key in sorted(shown)
-    ]
-    below = -1.0 / (1.0 + num_ranks)
-    axes.legend(handles=handles, ncols=8, fontsize=7, loc="upper left", bbox_to_anchor=(0, below), frameon=False)
-
-
-def _row_name(rank: int, timeline: Timeline, shape: PipelineShape | None) -> str:
-    name = f"rank {rank}" if shape is None else shape.describe_rank(rank).replace(" (", "\n").rstrip(")")
-    return f"{name}, idle {timeline.bubble(rank):.0%}" if rank < timeline.num_ranks else name
-
-
-def _chunk(span: Span, shape: PipelineShape | None) -> int:
-    return span.compute.virtual_stage if shape is None else shape.chunks[span.compute.virtual_stage]
-
-
-def _without_date(suffix: str) -> dict[str, Any]:
-    """Metadata that keeps the date out of files, so that equal pictures are equal files."""
-    return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
+def _difference_lines(planned: Timeline, measured: Timeline) -> list[str]:
+    found = differences(planned, measured)
+    if not found:
+        return ["the run went as planned"]
+    return ["largest differences:", *(f"  {one}" for one in found[:_SHOWN_DIFFERENCES])]

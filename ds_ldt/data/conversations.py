@@ -54,7 +54,7 @@ class ImageTextProcessor(Qwen2_5_VLProcessor):
         """Read what is published with a model, from a directory of this machine; nothing is asked of a network.
 
         Args:
-            directory: Where it is; a directory written by `hf_to_ds_ldt.py` for the edge holds it.
+            directory: Where it is; a directory written by `ds-ldt convert` for the edge holds it.
             allow_download: Take it for the name of a model on a hub where there is no such directory.
             options: Passed on to transformers.
 

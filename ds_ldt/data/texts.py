@@ -71,7 +71,7 @@ def load_tokenizer(
     """Load a tokenizer from a directory of this machine; nothing is asked of a network.
 
     Args:
-        directory: Where it is; a directory written by `hf_to_ds_ldt.py` for the edge holds one.
+        directory: Where it is; a directory written by `ds-ldt convert` for the edge holds one.
         setting: What names it, for errors, e.g. `--tokenizer`.
         allow_download: Take it for the name of a model on a hub where there is no such directory.
 

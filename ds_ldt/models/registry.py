@@ -55,7 +55,7 @@ def read_hf_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
             "model",
             found=Absent(f"no {path}"),
             expected=f"a directory that holds {CONFIG_FILE}",
-            fix="name a downloaded Hugging Face model or a directory written by hf_to_ds_ldt.py",
+            fix="name a downloaded Hugging Face model or a directory written by ds-ldt convert",
         )
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(

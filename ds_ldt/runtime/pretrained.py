@@ -52,7 +52,7 @@ def from_pretrained(
     Call it on every rank, with the launcher's environment variables set. What `source` is decides where weights come
     from; it may differ from site to site as long as the model is the same:
 
-    - a directory written by `hf_to_ds_ldt.py` for this rank's site: the layer files in it. This is how two sites
+    - a directory written by `ds-ldt convert` for this rank's site: the layer files in it. This is how two sites
       start: the cloud needs its own directory and nothing else. A directory that contains both as `edge/` and
       `cloud/` serves where one machine plays both sites;
     - a Hugging Face model directory: this rank's layers out of its safetensors files;
