@@ -13,13 +13,14 @@ from deepspeed.utils.logging import print_dist
 
 from ds_ldt.checkpointing.output_paths import check_together, output_paths_of
 from ds_ldt.comm.launch import prepare_environment
+from ds_ldt.config.rules import is_whole
 from ds_ldt.config.schema import JobConfig, load_config
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.plan.cost_file import known_from_config, memory_warning
 from ds_ldt.runtime.engine import LDTPipelineEngine
+from ds_ldt.runtime.initialize_checks import agree_on_arguments, agree_that_all_have_one, given_parameters
 from ds_ldt.runtime.module import LDTPipelineModule
-from ds_ldt.runtime.optimizer_coverage import agree_that_all_have_one, given_parameters
-from ds_ldt.runtime.optimizer_rehearsal import steps_without_learning
+from ds_ldt.runtime.optimizer_arguments import steps_without_learning
 from ds_ldt.runtime.parameter_count import count_parameters
 from ds_ldt.topology.ranks import RankMap
 
@@ -48,7 +49,7 @@ def initialize(
 
     Args:
         args: may carry ``deepspeed_config``, a path, in place of ``config``.
-        model: an :class:`~ds_ldt.runtime.module.LDTPipelineModule`.
+        model: an ``LDTPipelineModule``.
         optimizer: a ``torch.optim.Optimizer`` over this rank's parameters, or a callable that makes one of
             ``model_parameters``; it wins over the JSON. It holds all that is trained here, in groups as you like;
             frozen parameters may be among them.
@@ -73,9 +74,9 @@ def initialize(
         ConfigError: an argument is not accepted, ``config`` differs from the module's, or the module has an engine; on
             every rank: the optimizer of some rank lacks a parameter that is trained, or holds one that is not the
             module's; some rank cannot write where the configuration says (``ldt.trace``, ``ldt.measured_costs``,
-            tensorboard, csv_monitor).
+            tensorboard, csv_monitor), or was given an object that cannot be what it is passed for.
         LinkError: a rank did not call it within ``ldt.timeout_s``; it is named. Ranks that prepare their data are
-            waited for longer (see :func:`ds_ldt.preparing_data`).
+            waited for longer (see ``ds_ldt.preparing_data``).
     """
     _refuse(
         distributed_port=distributed_port,
@@ -96,6 +97,8 @@ def initialize(
     _check_open(model)
     grid = model.mpu()
     grid.gather("ds_ldt.initialize")
+    given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "model_parameters": model_parameters}
+    agree_on_arguments(model, {**given, "collate_fn": collate_fn, "training_data": training_data})
     check_together(output_paths_of(model.job, grid.global_rank), grid, what="ds_ldt.initialize (output paths)")
     model.inject_adapters()
     agree_that_all_have_one(bool(optimizer or model.job.deepspeed.get("optimizer", {}).get("type")), grid)
@@ -192,7 +195,7 @@ def _say_steps_without_learning(engine: LDTPipelineEngine) -> None:
 
 def _check_whole_numbers(**values: Any) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not is_whole(value, 0):
             raise ConfigError.of(name, found=value, expected="a whole number >= 0", fix=f"write e.g. {name}=2")
 
 

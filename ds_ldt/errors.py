@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -183,7 +183,17 @@ def cause_of(error: Exception) -> str:
         return "; ".join(map(str, error.problems))
     if isinstance(error, SampleError):
         return str(error).removeprefix(f"{error.heading}: ")
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001 - an error of a library may fail at its own text, which must not hide the sample
+        said = ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def enumerated(items: Sequence[object], *, most: int | None = None) -> str:
+    """Return e.g. `a, b, c`, or with ``most=2`` `a, b and 1 more`."""
+    named = ", ".join(map(str, items[:most]))
+    return named if most is None or len(items) <= most else f"{named} and {len(items) - most} more"
 
 
 def shown(value: object) -> str:

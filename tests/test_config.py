@@ -16,8 +16,8 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from ds_ldt.config.deepspeed_keys import BATCH_KEYS, TABLE
+from ds_ldt.config.deepspeed_standing import flattened
 from ds_ldt.config.schema import JobConfig, LDTConfig, load_config
-from ds_ldt.config.value_rules import flattened
 from ds_ldt.errors import ConfigError, LDTError
 from tests.bad_configs import ABSENT, BAD_CONFIGS, GOOD_CONFIG, changed
 
@@ -236,8 +236,9 @@ def test_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
         (b'{"a": NaN}', ["found the constant NaN"]),
         (b"\xff\xfe", ["found bytes that are not UTF-8"]),
         (b"[" * 100_000, ["found objects nested too deeply"]),
+        (b'{"train_batch_size": ' + b"9" * 5000 + b"}", ["found a number that cannot be read: Exceeds the limit"]),
     ],
-    ids=["missing", "quotes", "comment", "empty", "list", "repeated", "nan", "bytes", "deep"],
+    ids=["missing", "quotes", "comment", "empty", "list", "repeated", "nan", "bytes", "deep", "digits"],
 )
 def test_file_that_is_no_config_is_named(tmp_path: Path, content: bytes | None, fragments: list[str]) -> None:
     path = tmp_path / "job.json"
@@ -247,6 +248,12 @@ def test_file_that_is_no_config_is_named(tmp_path: Path, content: bytes | None, 
         load_config(path)
     assert f"config file {path}: found" in str(raised.value)
     assert [fragment for fragment in fragments if fragment not in str(raised.value)] == []
+
+
+def test_S75_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(GOOD_CONFIG), encoding="utf-8-sig")
+    assert load_config(path) == load_config(GOOD_CONFIG)
 
 
 @pytest.mark.parametrize("path", ["", ".", "a\0b"])

@@ -133,6 +133,15 @@ def test_S08_data_without_a_micro_batch_ends_at_once() -> None:
         next(reader(3, 1, 4, drop_last=True))
 
 
+def test_S08_data_without_a_micro_batch_is_told_before_it_ends() -> None:
+    with mock.patch.object(logger, "warning") as warning:
+        build_training_data([1, 2, 3], domains=[0], num_domains=1, micro_batch_size=4, drop_last=True)
+        assert "its 3 samples make no micro-batch of 4 samples" in warning.call_args.args[0]
+        warning.reset_mock()
+        build_training_data([1, 2, 3], domains=[0], num_domains=1, micro_batch_size=4)
+        warning.assert_not_called()
+
+
 def test_a_data_set_that_cannot_be_striped_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match="pass an iterator to train_batch"):
         build_training_data(iter([1]), domains=[0], num_domains=1, micro_batch_size=1)

@@ -15,6 +15,7 @@ from ds_ldt.errors import (
     LinkError,
     PrivacyError,
     ScheduleError,
+    cause_of,
     shown,
 )
 
@@ -79,6 +80,14 @@ def test_config_error_with_a_plain_text_has_no_problems() -> None:
 )
 def test_values_are_shown_as_in_json(value: object, text: str) -> None:
     assert shown(value) == text
+
+
+def test_S62_an_error_that_cannot_say_its_text_is_named_by_its_class() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert cause_of(MuteError()) == "MuteError"
 
 
 def test_long_values_are_cut() -> None:

@@ -75,7 +75,7 @@ def export_adapter(
     settings = LoraSettings.model_validate(checkpoint.lora)
     model: Any = get_peft_model(base, lora_config(settings, task_type="CAUSAL_LM"), ADAPTER)
     state = _trained_state(halves, family, model)
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
     with StagedDirectory(Path(out), is_ours=_is_ours, overwrite=overwrite, needed_bytes=num_bytes) as staged:
         model.save_pretrained(staged.path, state_dict=state, save_embedding_layers=False)
         write_text(staged.path / ORIGIN_FILE, json.dumps(_origin(checkpoint), indent=2) + "\n")

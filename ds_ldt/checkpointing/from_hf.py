@@ -15,7 +15,6 @@ from ds_ldt.checkpointing.hf_weights import HFWeights
 from ds_ldt.checkpointing.layer_files import (
     MANIFEST_FILE,
     Manifest,
-    Site,
     is_layer_file,
     write_layer,
 )
@@ -26,6 +25,7 @@ from ds_ldt.config.schema import ConfigSource, JobConfig, load_config
 from ds_ldt.errors import CheckpointError
 from ds_ldt.models.registry import CONFIG_FILE, checked_config, family_of, layout_of, read_hf_config
 from ds_ldt.topology.layout import Layout
+from ds_ldt.topology.ranks import Site
 
 PathLike = str | os.PathLike[str]
 

@@ -10,10 +10,11 @@ from transformers import PreTrainedConfig
 from ds_ldt.checkpointing.fingerprint import fingerprint_of, weights_digest
 from ds_ldt.checkpointing.hf_weights import INDEX_FILE, SINGLE_FILE, HFWeights
 from ds_ldt.checkpointing.layer_files import MANIFEST_FILE, LayerFiles, Manifest
-from ds_ldt.checkpointing.manifest import LATEST_FILE, CheckpointManifest, Site, manifest_name
+from ds_ldt.checkpointing.manifest import LATEST_FILE, CheckpointManifest, manifest_name
 from ds_ldt.comm.identity import ModelFingerprint
 from ds_ldt.errors import CheckpointError
 from ds_ldt.models.registry import CONFIG_FILE, family_of
+from ds_ldt.topology.ranks import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

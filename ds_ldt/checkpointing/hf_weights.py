@@ -88,7 +88,7 @@ class HFWeights:
             whole = self._get(hf_key)
             return [whole], whole.dtype, shape
         row = view[:1]
-        rows = -(-num_bytes // (row.numel() * row.element_size()))
+        rows = -(-num_bytes // row.nbytes)
         parts = [view[:]] if 2 * rows >= shape[0] else [view[:rows], view[shape[0] - rows :]]
         return parts, row.dtype, shape
 
@@ -102,7 +102,7 @@ class HFWeights:
         for layer, key in self.places:
             if layer in wanted:
                 (first, *_), _, shape = self.ends(layer, key, 1)
-                total += math.prod(shape) * first.element_size()
+                total += math.prod(shape) * first.itemsize
         return total
 
     def check(self, expected: Shapes) -> None:

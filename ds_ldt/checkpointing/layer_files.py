@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from ds_ldt.checkpointing.manifest import LATEST_FILE, CheckpointManifest, check_content, manifest_name
-from ds_ldt.checkpointing.manifest import Site as Site
 from ds_ldt.comm.identity import ModelFingerprint
+from ds_ldt.comm.wire import dtype_name
 from ds_ldt.errors import CheckpointError
+from ds_ldt.topology.ranks import Site
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "ds_ldt layer files"
@@ -248,7 +249,7 @@ def read_layer(path: Path) -> State:
 def describe(file: str, state: Mapping[str, Tensor]) -> LayerEntry:
     """Return the manifest entry of a layer's weights."""
     tensors = {
-        key: {"shape": list(tensor.shape), "dtype": _dtype_name(tensor)} for key, tensor in sorted(state.items())
+        key: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)} for key, tensor in sorted(state.items())
     }
     return LayerEntry(file=file, tensors=tensors, sha256=digest(state))
 
@@ -262,7 +263,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
     hashed = hashlib.sha256()
     for key, tensor in sorted(state.items()):
         shape = "x".join(map(str, tensor.shape))
-        hashed.update(f"{key} {_dtype_name(tensor)} {shape}\n".encode())
+        hashed.update(f"{key} {dtype_name(tensor.dtype)} {shape}\n".encode())
         if tensor.numel():
             hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
@@ -285,10 +286,6 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _latest_tag(directory: Path) -> str | None:

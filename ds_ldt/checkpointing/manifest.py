@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ds_ldt.comm.identity import ModelFingerprint, RunIdentity
 from ds_ldt.errors import CheckpointError
@@ -21,8 +21,6 @@ from ds_ldt.errors import CheckpointError
 FORMAT = 2
 LATEST_FILE = "latest"
 MAX_TAG_BYTES = 100
-
-Site = Literal["edge", "cloud"]
 
 
 def manifest_name(site: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ldt.errors import CheckpointError
+from ds_ldt.errors import CheckpointError, enumerated
 
 Name = tuple[int, str]
 """Global index of a pipeline layer, and the name of a parameter within it."""
@@ -326,5 +326,4 @@ def _check_found(missing: Iterable[Name]) -> None:
 
 
 def _listed(names: Sequence[Name]) -> str:
-    shown = ", ".join(f"layer {layer} {name}" for layer, name in names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return enumerated([f"layer {layer} {name}" for layer, name in names], most=3)

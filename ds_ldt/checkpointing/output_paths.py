@@ -22,6 +22,7 @@ from deepspeed.utils import logger
 
 from ds_ldt.comm.collectives import MAX_TEXT_BYTES, bounded, exchange_text, gather_text_of_site, sum_over_sites
 from ds_ldt.comm.grid import LDTPipelineGrid
+from ds_ldt.comm.waits import ranks
 from ds_ldt.config.schema import JobConfig
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
 
@@ -201,25 +202,25 @@ def end_monitoring_at_errors(monitor: Any) -> None:
 
 def _problems(failures: Iterable[_Failure], grid: LDTPipelineGrid) -> list[ConfigProblem]:
     """One problem for each place and reason, with the ranks that met it."""
-    ranks: dict[tuple[str, str | None, str, str], list[int]] = {}
+    met_by: dict[tuple[str, str | None, str, str], list[int]] = {}
     for failure in failures:
         site = grid.rank_map.site(failure.rank)
-        ranks.setdefault((failure.setting, failure.path, failure.reason, site), []).append(failure.rank)
+        met_by.setdefault((failure.setting, failure.path, failure.reason, site), []).append(failure.rank)
     return [
         ConfigProblem(
             key=setting,
-            found=Absent(f"{_quoted(path)}, to which {_named(numbers)} ({site}) cannot write: {reason}"),
+            found=Absent(
+                f"{_quoted(path)}, to which {ranks(numbers, most=_RANKS_NAMED)} ({site}) cannot write: {reason}"
+            ),
             expected="a place where files can be made",
             fix=f"name another one on the {site}, or make this one writable there",
         )
-        for (setting, path, reason, site), numbers in ranks.items()
+        for (setting, path, reason, site), numbers in met_by.items()
     ]
 
 
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_RANKS_NAMED]))
-    more = f" and {len(ranks) - _RANKS_NAMED} more" if len(ranks) > _RANKS_NAMED else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+def _named(numbers: list[int]) -> str:
+    return ranks(numbers, most=_RANKS_NAMED)
 
 
 def _quoted(path: str | None) -> str:

@@ -288,7 +288,7 @@ def _write(state: Mapping[str, Any], path: Path) -> None:
 def _num_bytes(value: Any) -> int:
     """The bytes of the tensors in a state."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
+        return value.nbytes
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return sum(map(_num_bytes, items))
 

@@ -40,7 +40,7 @@ class ShardWriter:
 
     def add(self, key: str, tensor: Tensor) -> None:
         """Add one tensor; its values are written by a later call or by `finish`."""
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if self._pending and self._pending_size + size > self._max_shard_size:
             self._flush()
         shares = tensor.untyped_storage().nbytes() != size

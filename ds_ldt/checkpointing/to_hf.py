@@ -18,6 +18,7 @@ from ds_ldt.checkpointing.hf_weights import INDEX_FILE, raise_listing
 from ds_ldt.checkpointing.layer_files import LayerFiles, layer_file_name, shape_problems, write_text
 from ds_ldt.checkpointing.shards import DEFAULT_MAX_SHARD_SIZE, ShardWriter, parse_size
 from ds_ldt.checkpointing.staging import StagedDirectory, check_apart
+from ds_ldt.comm.wire import dtype_name
 from ds_ldt.errors import CheckpointError
 from ds_ldt.models.family import ModelFamily
 from ds_ldt.models.registry import CONFIG_FILE, checked_config, family_of, read_hf_config
@@ -181,7 +182,7 @@ def _write_config(source: Path, destination: Path, dtypes: set[torch.dtype]) -> 
     """Copy config.json, byte for byte unless the weights changed dtype: transformers would cast them on loading."""
     text = source.read_text(encoding="utf-8")
     if len(dtypes) == 1:
-        name = str(next(iter(dtypes))).removeprefix("torch.")
+        name = dtype_name(next(iter(dtypes)))
         content = json.loads(text)
         stale = [key for key in _DTYPE_KEYS if content.get(key) not in (None, name)]
         if stale:

@@ -29,7 +29,7 @@ from ds_ldt.topology.layout import Layout, VirtualStage
 _RANKS_SHOWN = 16
 _STATEMENT = (
     "What may cross the link is the wire schema, which belongs to the model: module.wire.describe() prints it, and so",
-    'does the README under "What the cloud learns". Samples, token ids and labels are not sent. What is sent can be',
+    "does docs/privacy.md. Samples, token ids and labels are not sent. What is sent can be",
     "inverted by a curious operator of the cloud, with effort.",
 )
 

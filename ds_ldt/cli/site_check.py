@@ -26,15 +26,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # document
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import ds_ldt
-from ds_ldt.comm.agreement import differences, shared_settings
+from ds_ldt.comm.agreement import shared_settings, site_differences
 from ds_ldt.comm.launch import choose_backend, choose_interface
 from ds_ldt.comm.link_probe import Line, answer_probe, probe
-from ds_ldt.comm.reach import claim, greet, local_end, reason, wait_for_store, within
+from ds_ldt.comm.reach import claim, local_end, reason, wait_for_store, within
 from ds_ldt.comm.rendezvous import port_forbidden, port_in_use
-from ds_ldt.comm.site_report import MeasuredLink, Site, SiteFacts, SiteReport, read_facts
+from ds_ldt.comm.site_report import MeasuredLink, SiteFacts, SiteReport, read_facts
 from ds_ldt.config.schema import JobConfig
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem, LinkError
 from ds_ldt.plan import Plan
+from ds_ldt.topology.ranks import Site
 
 _PREFIX = "ds_ldt_check"
 _ARRIVED = f"{_PREFIX}/arrived"
@@ -46,6 +47,7 @@ _LEAVE_S = 5.0
 """Seconds that the edge, whose process holds the store, stays for the cloud to read the last of it."""
 
 _GRACE_S = 5.0
+_OPENING_S = 3.0
 """Seconds beyond the timeout after which torch itself is not waited for any longer."""
 
 _KERNEL = Path("/proc/sys/net/ipv4")
@@ -111,12 +113,8 @@ def facts_of(job: JobConfig, plan: Plan, site: Site) -> SiteFacts:
     Raises:
         ConfigError: The accelerator has no backend.
     """
-    versions = {
-        "ds_ldt": ds_ldt.__version__,
-        "deepspeed": str(deepspeed.__version__),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    versions = {package.__name__: str(package.__version__) for package in (ds_ldt, deepspeed, torch)}
+    versions["python"] = platform.python_version()
     with suppress(metadata.PackageNotFoundError):
         versions["transformers"] = metadata.version("transformers")
     slow_start, receive, send = map(_kernel_setting, ("tcp_slow_start_after_idle", "tcp_rmem", "tcp_wmem"))
@@ -192,22 +190,22 @@ def first_difference(edge: SiteFacts, cloud: SiteFacts) -> ConfigProblem | None:
         versions = [site.versions.get(package, "nothing") for site in (edge, cloud)]
         significant = [".".join(version.split(".")[:2]) if package == "torch" else version for version in versions]
         if significant[0] != significant[1]:
-            return differences(
+            return site_differences(
                 {package: versions[0]},
                 {package: versions[1]},
                 fix=f"install the same version of {package} on both sites",
             )[0]
     found = [
-        *differences(
+        *site_differences(
             {"backend": edge.backend},
             {"backend": cloud.backend},
             fix="choose accelerators with the same backend, e.g. DS_ACCELERATOR=cpu on both sites",
         ),
-        *differences(edge.settings, cloud.settings, fix="give both sites the same JSON"),
+        *site_differences(edge.settings, cloud.settings, fix="give both sites the same JSON"),
     ]
     # Where hints of the link change the plan, the plan is named: its line has the hints of both sites in words.
     if not [problem for problem in found if problem.key != "ldt.link"] and edge.fingerprint != cloud.fingerprint:
-        found = differences(
+        found = site_differences(
             {"plan": _plan_of(edge)},
             {"plan": _plan_of(cloud)},
             fix="give both sites the same ldt.link and ldt.schedule, from which the plan follows",
@@ -272,13 +270,20 @@ def _open_store(where: Meeting) -> Store:
         if error.errno != errno.EADDRINUSE:
             raise _elsewhere(where, error) from error
         return _store_of_another(where)
-    return _store(where, listen=where.site == "edge")
+    try:
+        return _store(where, listen=where.site == "edge")
+    except RuntimeError as error:
+        if where.site == "cloud":
+            raise _nobody_came(where) from error
+        if "EADDRINUSE" not in str(error):
+            raise
+        return _store_of_another(where)  # which took the port after it was found to be free
 
 
 def _store_of_another(where: Meeting) -> Store:
-    """Another process on this machine listens at this port: if it is a check too, both learn that both are edges."""
+    """Another process here has this port, or tries it: if it is a check too, both learn that both are edges."""
     with suppress(RuntimeError, OSError):
-        greet(where.master_addr, where.master_port, timeout_s=min(_GRACE_S, where.timeout_s))
+        wait_for_store(where.master_addr, where.master_port, timeout_s=min(_OPENING_S, where.timeout_s))
         store = _store(where, listen=False)
         store.wait([_ARRIVED], timedelta(seconds=1))
         return store

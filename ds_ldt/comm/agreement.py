@@ -96,7 +96,7 @@ def _short(text: str) -> str:
     return f"{text[:80]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-def differences(
+def site_differences(
     edge: Mapping[str, str], cloud: Mapping[str, str], *, fix: str = "give both sites the same JSON and the same model"
 ) -> list[ConfigProblem]:
     """One problem for each fact on which the sites differ, in alphabetical order; ``fix`` says what to do."""
@@ -151,7 +151,7 @@ def agree_on(values: Mapping[str, object], grid: LDTPipelineGrid) -> None:
 def _compare(told: dict[str, Any], grid: LDTPipelineGrid, *, of: str, within: str) -> dict[str, Any]:
     """Compare the facts that each rank was told; return what the first rank of the edge tells."""
     edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(told), grid))
-    problems = differences(edge["facts"], cloud["facts"], fix=f"give both sites the same {of}")
+    problems = site_differences(edge["facts"], cloud["facts"], fix=f"give both sites the same {of}")
     leaders = edge if grid.site == "edge" else cloud
     others = _differences_within(told["facts"], leaders["facts"], grid, of=of)
     odd = ranks_where(bool(others), grid)

@@ -19,7 +19,7 @@ def preparing_data(config: str | os.PathLike[str] | Mapping[str, Any] | JobConfi
 
     Without it a rank gives up once another has not come for ``ldt.timeout_s``; with it, that long after the last sign
     of life. Put it around reading and tokenising, before the model is built or between that and
-    :func:`ds_ldt.initialize`::
+    ``ds_ldt.initialize``:
 
         with ds_ldt.preparing_data("config.json"):
             samples = read_and_tokenise()
@@ -27,7 +27,7 @@ def preparing_data(config: str | os.PathLike[str] | Mapping[str, Any] | JobConfi
     Every rank may run it. In the cloud it does nothing. Only the signs of life cross, nothing about the data.
 
     Args:
-        config: the configuration of the job, as for :class:`ds_ldt.LDTPipelineModule`.
+        config: the configuration of the job, as for ``ds_ldt.LDTPipelineModule``.
 
     Raises:
         ConfigError: the configuration or the launch environment is wrong, or the port is in use.

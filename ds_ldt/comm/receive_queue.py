@@ -11,7 +11,6 @@ come to the same conclusion without a word.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,14 +32,13 @@ Sizes = tuple[tuple[int, ...], ...]
 
 def standing_sizes(opening: Sequence[Signature]) -> Sizes:
     """The sizes of standing receives for messages like these; at least the one byte that spends a receive."""
-    return tuple(tuple(max(1, _num_bytes(one)) for one in signature) for signature in opening)
+    return tuple(tuple(max(1, one.nbytes) for one in signature) for signature in opening)
 
 
 def fits(opening: Sequence[Signature], standing: Sizes) -> bool:
     """Whether standing receives can take the first messages of a step, one each, none left over."""
     return len(standing) <= len(opening) and all(
-        len(signature) == len(sizes)
-        and all(_num_bytes(one) <= size for one, size in zip(signature, sizes, strict=True))
+        len(signature) == len(sizes) and all(one.nbytes <= size for one, size in zip(signature, sizes, strict=True))
         for signature, sizes in zip(opening, standing, strict=False)
     )
 
@@ -129,10 +127,6 @@ class Inbox:
         return message
 
 
-def _num_bytes(one: TensorSignature) -> int:
-    return math.prod(one.shape) * one.dtype.itemsize
-
-
 def _as(buffer: Tensor, one: TensorSignature) -> Tensor:
     """The front of a buffer of bytes, seen as a tensor."""
-    return buffer[: _num_bytes(one)].view(one.dtype).view(one.shape)
+    return buffer[: one.nbytes].view(one.dtype).view(one.shape)

@@ -244,7 +244,7 @@ def gather(
         if now - last_told > _TELL_EVERY_S:
             last_told = now
             state = "it is preparing its data" if last_life > begin else "no sign of life yet"
-            logger.warning("Rank %d has waited %.0f s for rank %s: %s.", rank, now - begin, missing, state)
+            logger.warning("Rank %d has waited %.0f s for ranks %s: %s.", rank, now - begin, missing, state)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S, timeout_s / 10)
 

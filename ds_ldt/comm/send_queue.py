@@ -49,7 +49,7 @@ class Message:
     @property
     def num_bytes(self) -> int:
         """Bytes of tensor data."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def kept(work: dist.Work | None) -> dist.Work:

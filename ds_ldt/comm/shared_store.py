@@ -1,7 +1,9 @@
 """The key-value store in which the ranks met, as a side channel that never blocks for long.
 
-torch's client waits without a bound for a store whose process is stopped. So each call first has the store answer a
-plain socket, and is bounded itself as well.
+torch's client waits without a bound for a store whose process is stopped. So each call runs in a thread that is left
+behind if it takes too long, and once that has happened the store has to answer a plain socket first. Not before: for
+each new connection torch's store looks up the name of the address and serves nobody meanwhile, which takes seconds
+where no name server answers.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class SharedStore:
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         self.address: tuple[str, int] | None = (store.host, store.port) if hasattr(store, "port") else None
+        self._was_silent = False
 
     @property
     def is_usable(self) -> bool:
@@ -68,9 +71,12 @@ class SharedStore:
         return int(self._call(lambda store: store.add(f"{self._prefix}/{key}", amount)))
 
     def _call(self, work: Callable[[Any], T]) -> T:
-        if self.address is not None:
+        if self._was_silent and self.address is not None:
             greet(*self.address, timeout_s=self._answer_s)
         try:
             return within(self._answer_s, lambda: work(self._store))
+        except TimeoutError:
+            self._was_silent = True
+            raise
         except RuntimeError as error:
             raise ConnectionError(str(error).partition("\n")[0]) from error

@@ -9,14 +9,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_ldt.errors import ConfigProblem, LinkError
 from ds_ldt.plan.bound import TO_CLOUD, TO_EDGE
-
-Site = Literal["edge", "cloud"]
+from ds_ldt.topology.ranks import Site
 
 HINT_TOLERANCE = 0.25
 """How far a hint may be from what was measured, as a part of the latter, before a change is advised."""

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from ds_ldt.errors import enumerated
+
 _MOST_CHARACTERS = 400
 """Characters of a report's text that are shown."""
 
@@ -164,6 +166,6 @@ def _sentence(waits: Iterable[Wait]) -> str:
     return ", ".join(map(str, waits))
 
 
-def ranks(numbers: Sequence[int]) -> str:
-    """Return e.g. `rank 1` or `ranks 1, 2`."""
-    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+def ranks(numbers: Sequence[int], *, most: int | None = None) -> str:
+    """Return e.g. `rank 1` or `ranks 1, 2`; with ``most`` only that many are named, as in `ranks 1, 2 and 3 more`."""
+    return f"rank{'' if len(numbers) == 1 else 's'} {enumerated(numbers, most=most)}"

@@ -232,6 +232,11 @@ class TensorSignature:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, as `torch.Tensor.nbytes`."""
+        return self.numel * self.dtype.itemsize
+
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)}{list(self.shape)}{' with gradient' if self.gradient else ''}"
 

@@ -7,20 +7,28 @@ at every depth is known (`ds_ldt.config.deepspeed_keys`), or refused with the re
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ds_ldt.config.deepspeed_keys import BATCH_KEYS, DTYPES, TABLE
+from ds_ldt.config.deepspeed_standing import Setting, Standing, flattened
+from ds_ldt.config.messages import unknown_key
 from ds_ldt.config.rules import GivenBatch, is_whole
-from ds_ldt.config.spelling import unknown_key
-from ds_ldt.config.value_rules import Setting, Standing, flattened
 from ds_ldt.errors import Absent, ConfigProblem
 
 ELSEWHERE: Mapping[str, str] = {
     path.rpartition(".")[2]: path
     for path, setting in reversed(flattened(TABLE).items())
-    if setting.standing is not Standing.REFUSED and path.rpartition(".")[2] not in ("enabled", "type", "params")
+    if setting.standing is Standing.HONOURED and path.rpartition(".")[2] not in ("enabled", "type", "params")
 }
-"""Last part of the path of a setting that may be written -> its path; of several, the first of the table."""
+"""Last part of the path of a setting that does something -> its path; of several, the first of the table."""
+
+_MEANT: Mapping[str, str] = {
+    "max_grad_norm": 'remove it, and write e.g. "gradient_clipping": 1.0 at the top',
+    "clip_grad": 'remove it, and write e.g. "gradient_clipping": 1.0 at the top',
+    "seed": "remove it; it is base_seed= of LDTPipelineModule, or seed= of ds_ldt.models.from_pretrained",
+}
+"""Names that other trainers have for what is said elsewhere here -> what to do."""
 
 
 def deepspeed_problems(
@@ -95,7 +103,9 @@ def _unknown(key: str, value: object, keys: Mapping[str, Setting], elsewhere: Ma
     }
     known = keys.keys() - unwanted.keys() | (set() if "." in key else {"ldt"})
     owner = "this section" if "." in key else 'DeepSpeed or "ldt"'
-    return unknown_key(key, value, known=known, owner=owner, elsewhere=elsewhere, unwanted=unwanted)
+    problem = unknown_key(key, value, known=known, owner=owner, elsewhere=elsewhere, unwanted=unwanted)
+    meant = _MEANT.get(key)
+    return problem if meant is None else replace(problem, fix=meant)
 
 
 def _batch_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:

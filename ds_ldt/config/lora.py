@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ds_ldt.config.sections import Section
+from ds_ldt.config.messages import Section
 from ds_ldt.errors import ConfigError, ConfigProblem
 
 _NAMES = "a list of names of modules, or a regular expression"

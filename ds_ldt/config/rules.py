@@ -1,43 +1,20 @@
 """The rules that the numbers of a job obey, each a small function that returns the problem it finds, or None.
 
-`config`, `layout` and `topology` share them, so that a rule has one wording wherever it is broken. Standard library
-only.
+The configuration and the topology share them, so that a rule has one wording wherever it is broken. Those of
+`pipeline_num_layers` are in `ds_ldt.config.layer_matrix`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import dropwhile
-from typing import Any, TypeGuard
+from typing import Any
 
 from ds_ldt.errors import Absent, ConfigProblem
 
 MATRIX_KEY = "ldt.pipeline_num_layers"
 EDGE_STAGE = 0
-MIN_CHUNKS = 2
 MIN_STAGES = 2
-
-Matrix = tuple[tuple[int, ...], ...]
-Matrices = dict[str, Matrix]
-"""Modality -> its matrix, in the order in which a micro-batch meets the modalities."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One visit of a stage.
-
-    Attributes:
-        chunk: Chunk index.
-        stage: Physical stage.
-        configured: Layers that the matrix gives to it.
-        joining: Leading or trailing layers that join it.
-    """
-
-    chunk: int
-    stage: int
-    configured: int
-    joining: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,103 +46,13 @@ def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def cells_in_order(matrix: Matrix, *, num_leading: int, num_trailing: int) -> list[Cell]:
-    """Return the cells that hold layers, in visiting order: leading layers in (0, 0), trailing ones in (V-1, 0)."""
-    cells = [
-        Cell(
-            chunk=chunk,
-            stage=stage,
-            configured=count,
-            joining=(num_leading if (chunk, stage) == (0, EDGE_STAGE) else 0)
-            + (num_trailing if (chunk, stage) == (len(matrix) - 1, EDGE_STAGE) else 0),
-        )
-        for chunk, row in enumerate(matrix)
-        for stage, count in enumerate(row)
-    ]
-    return [cell for cell in cells if cell.configured + cell.joining]
-
-
-def matrix_form(matrix: object, *, key: str = MATRIX_KEY) -> ConfigProblem | None:
-    """Check that a matrix is rectangular, at least 2 x 2, of whole numbers >= 0.
-
-    Args:
-        matrix: The matrix as configured.
-        key: The path of its setting.
-    """
-    fix = f'write it as in "{key.rpartition(".")[2]}": [[2, 13, 13], [2, 0, 0]]'
-    if not _is_list(matrix) or not all(_is_list(row) for row in matrix):
-        expected = "a list of chunks, each a list of layer counts, one count per stage"
-        return ConfigProblem(key=key, found=matrix, expected=expected, fix=fix)
-    if len(matrix) < MIN_CHUNKS:
-        return ConfigProblem(
-            key=key,
-            found=Absent(f"{_listed(matrix)}, which is {len(matrix)} chunk{'' if len(matrix) == 1 else 's'}"),
-            expected=f"at least {MIN_CHUNKS} chunks, because the first and the last layers are both on the edge",
-            fix="add a last chunk that holds the last layers on stage 0, e.g. [2, 0, 0]",
-        )
-    return _rows_form(matrix, key)
-
-
-def _rows_form(matrix: Sequence[Sequence[object]], key: str) -> ConfigProblem | None:
-    width = max(len(matrix[0]), MIN_STAGES)
-    for chunk, row in enumerate(matrix):
-        if len(row) != width:
-            return ConfigProblem(
-                key=f"{key}[{chunk}]",
-                found=row,
-                expected=f"{width} layer counts (one for the edge and one per cloud stage), as many in every chunk",
-                fix="write 0 where a stage holds no layers of a chunk",
-            )
-        for stage, count in enumerate(row):
-            if not is_whole(count, 0):
-                return ConfigProblem(
-                    key=f"{key}[{chunk}][{stage}]",
-                    found=count,
-                    expected="a whole number of layers, 0 or more",
-                    fix=f"write how many layers stage {stage} holds in chunk {chunk}",
-                )
-    return None
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _listed(matrix: Sequence[Sequence[object]]) -> list[list[object]]:
-    return [list(row) for row in matrix]
-
-
-def matrix_sum(
-    matrix: Matrix, num_layers: int, *, key: str = MATRIX_KEY, owner: str = "the model"
-) -> ConfigProblem | None:
-    """Check that a matrix distributes exactly the layers there are.
-
-    Args:
-        matrix: The matrix.
-        num_layers: Number of layers to distribute.
-        key: The path of its setting.
-        owner: Whose layers they are.
-    """
-    total = sum(map(sum, matrix))
-    if total == num_layers:
-        return None
-    change = f"add {num_layers - total} to" if num_layers > total else f"take {total - num_layers} from"
-    return ConfigProblem(
-        key=key,
-        found=Absent(f"{_listed(matrix)}, whose sum is {total}"),
-        expected=f"a sum of {num_layers}, the number of layers of {owner}",
-        fix=f"{change} the counts, so that every layer is held exactly once",
-    )
-
-
-def one_for_each_chunk(intervals: list[int] | None, layers: Matrix | Matrices) -> ConfigProblem | None:
+def one_for_each_chunk(intervals: list[int] | None, num_chunks: int) -> ConfigProblem | None:
     """Check that there are as many intervals of activation checkpoints as chunks.
 
     Args:
         intervals: Whole numbers >= 0, or None.
-        layers: `pipeline_num_layers`, well-formed.
+        num_chunks: V.
     """
-    num_chunks = len(next(iter(layers.values())) if isinstance(layers, Mapping) else layers)
     if intervals is None or len(intervals) == num_chunks:
         return None
     return ConfigProblem(
@@ -173,75 +60,6 @@ def one_for_each_chunk(intervals: list[int] | None, layers: Matrix | Matrices) -
         found=intervals,
         expected=f"{num_chunks} numbers, one for each chunk of ldt.pipeline_num_layers",
         fix='correct it, or set "pipeline": {"activation_checkpoint_interval": 1} for all chunks alike',
-    )
-
-
-def matrix_sites(
-    matrix: Matrix, *, num_leading: int, num_trailing: int, allow_exposed_edge: bool
-) -> ConfigProblem | None:
-    """Check where layers are: some on every cloud stage, and the first and the last of the model on the edge.
-
-    Args:
-        matrix: V x P layer counts, well-formed.
-        num_leading: Layers that join the head.
-        num_trailing: Layers that join the tail.
-        allow_exposed_edge: Accept a head (tail) of leading (trailing) layers only.
-    """
-    problem = empty_stage(matrix, found=f"{_listed(matrix)}")
-    if problem is not None:
-        return problem
-    cells = cells_in_order(matrix, num_leading=num_leading, num_trailing=num_trailing)
-    last_chunk = len(matrix) - 1
-    problem = _end_on_edge(cells, matrix, end="first", chunk=0) or _end_on_edge(
-        cells[::-1], matrix, end="last", chunk=last_chunk
-    )
-    if problem is not None or allow_exposed_edge:
-        return problem
-    return _exposed(cells, end="first", chunk=0) or _exposed(cells[::-1], end="last", chunk=last_chunk)
-
-
-def empty_stage(matrix: Matrix, *, found: str) -> ConfigProblem | None:
-    """Check that every cloud stage holds a layer.
-
-    Args:
-        matrix: Layers of all modalities in every cell.
-        found: What the configuration says, for the message.
-    """
-    for stage in range(1, len(matrix[0])):
-        if not any(row[stage] for row in matrix):
-            return ConfigProblem(
-                key=MATRIX_KEY,
-                found=Absent(f"{found}, with no layers on stage {stage}"),
-                expected="at least one layer on every cloud stage",
-                fix=f"give stage {stage} layers in some chunk, or remove its column and its ranks",
-            )
-    return None
-
-
-def _end_on_edge(cells: Sequence[Cell], matrix: Matrix, *, end: str, chunk: int) -> ConfigProblem | None:
-    """Check that the first cell given, the head or the tail, is on the edge."""
-    if cells[0].stage == EDGE_STAGE:
-        return None
-    return ConfigProblem(
-        key=f"{MATRIX_KEY}[{chunk}]",
-        found=Absent(f"{_listed(matrix)}, with the {end} layers on stage {cells[0].stage}"),
-        expected=f"the {end} layers on stage 0, the edge, which holds the samples and the labels",
-        fix=f"give layers to {MATRIX_KEY}[{chunk}][0]"
-        + ("" if end == "first" else " and none to the cloud stages of the last chunk"),
-    )
-
-
-def _exposed(cells: Sequence[Cell], *, end: str, chunk: int) -> ConfigProblem | None:
-    """Check that configured layers stand between the first (last) layer of a model and the link."""
-    on_edge = cells[: len(cells) - len(list(dropwhile(lambda cell: cell.stage == EDGE_STAGE, cells)))]
-    if any(cell.configured for cell in on_edge):
-        return None
-    reason = "token ids are read off embedding outputs" if end == "first" else "gradients give the labels away"
-    return ConfigProblem(
-        key=f"{MATRIX_KEY}[{chunk}][0]",
-        found=0,
-        expected=f"1 or more: at least one of the {end} layers on the edge, because {reason}",
-        fix='move layers to the edge, or accept it with "allow_exposed_edge": true in the "ldt" section',
     )
 
 

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5_VLProcessor
 from transformers.image_utils import load_image
 
+from ds_ldt.config.rules import is_whole
 from ds_ldt.data.texts import TOKENIZER_FILES, check_directory_with, unreadable
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem, SampleError, cause_of, shown
 from ds_ldt.models.batch import IGNORE_INDEX
@@ -30,6 +31,7 @@ IMAGE_MARK = "<image>"
 
 _ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 _LABEL_ROLE = "assistant"
+_OTHER_MEDIA = frozenset({"images", "video", "videos", "audio", "audios"})
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -63,6 +65,7 @@ class ImageTextProcessor(Qwen2_5_VLProcessor):
             for names, what in ((_PROCESSOR_FILES, "image processor"), (TOKENIZER_FILES, "tokenizer")):
                 check_directory_with(directory, names, what=what, setting="processor")
         options.setdefault("local_files_only", not allow_download)
+        options.setdefault("trust_remote_code", False)  # else transformers may ask on the terminal
         try:
             processor: Self = super().from_pretrained(str(directory), **options)
         except Exception as error:  # as for tokenizers, transformers raises many types
@@ -116,10 +119,13 @@ class ConversationCollator:
                 expected="a fast tokenizer",
                 fix="load it with use_fast=True",
             )
-        if max_length is not None and max_length < 1:
+        if max_length is not None and not is_whole(max_length, 1):
             raise ConfigError.of(
                 "collator.max_length", found=max_length, expected="a whole number >= 1, or None", fix="raise it"
             )
+        if image_folder is not None and not Path(image_folder).is_dir():
+            found = Absent(f'"{image_folder}", which is no directory here')
+            raise ConfigError.of("collator.image_folder", found=found, expected="a directory", fix="correct the path")
         self._processor = processor
         self._max_length = max_length
         self._folder = None if image_folder is None else Path(image_folder).resolve()
@@ -276,6 +282,10 @@ def _messages(sample: Any) -> list[dict[str, Any]]:
     if not isinstance(turns, list | tuple) or not turns or not isinstance(sample, Mapping):
         found = Absent() if turns is None else Absent("none" if not turns else type(turns).__name__)
         raise _problem("conversations", found, 'a list of {"from": ..., "value": ...}', "correct the sample")
+    for name in _OTHER_MEDIA & sample.keys():
+        if sample[name]:
+            fix = 'name pictures in "image"; frames of a video can be given as pictures'
+            raise _problem(name, Absent("a field that nothing is made of"), 'pictures in "image"', fix)
     messages = []
     for number, turn in enumerate(turns):
         key = f"conversations[{number}]"

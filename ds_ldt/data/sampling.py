@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ds_ldt.data.samples import Drawn, SampleReader
-from ds_ldt.errors import ConfigError
+from ds_ldt.errors import ConfigError, ConfigProblem
 
 
 class SliceBatchSampler(Sampler[list[int]]):
@@ -217,6 +217,17 @@ def _as_it_is(drawn: Any) -> Any:
     return drawn
 
 
+def data_problems(dataset: Any) -> Iterator[ConfigProblem]:
+    """Yield why a data set cannot be striped over domains, if it cannot."""
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        yield ConfigProblem(
+            key="training_data",
+            found=type(dataset).__name__,
+            expected="a map-style data set with __len__ and __getitem__, which can be striped over domains",
+            fix="pass an iterator to train_batch(data_iter=...) instead",
+        )
+
+
 def build_training_data(
     dataset: Any,
     *,
@@ -237,13 +248,16 @@ def build_training_data(
     Raises:
         ConfigError: the data set cannot be indexed.
     """
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise ConfigError.of(
-            "training_data",
-            found=type(dataset).__name__,
-            expected="a map-style data set with __len__ and __getitem__, which can be striped over domains",
-            fix="pass an iterator to train_batch(data_iter=...) instead",
-        )
-    return TrainingData(
+    problems = list(data_problems(dataset))
+    if problems:
+        raise ConfigError.from_problems(problems)
+    data = TrainingData(
         dataset, domains=domains, num_domains=num_domains, micro_batch_size=micro_batch_size, **options
     )
+    if not len(data):
+        logger.warning(
+            f"training_data: its {len(dataset)} samples make no micro-batch of {micro_batch_size} samples for each of "
+            f"{num_domains} domains, so the first step ends with StopIteration. Give more samples, or set "
+            '"dataloader_drop_last" to false'
+        )
+    return data

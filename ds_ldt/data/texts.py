@@ -14,6 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ds_ldt.errors import Absent, ConfigError
 
 BYTE_ORDER_MARK = "\ufeff"
+_SHOWN = 300
+"""Characters of what transformers says."""
+_NO_TEXT = ("\x7fELF", "PK\x03", "%PDF", "\x1f\x8b", "\x89PNG", "\xff\xd8\xff")
+"""How files begin that are programs, archives, documents and pictures, byte for byte."""
 
 # The mark of UTF-32 begins with that of UTF-16.
 _OTHER_MARKS = (
@@ -22,7 +26,10 @@ _OTHER_MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"),
+    *("tekken.json", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+)
 
 
 def read_text(path: str | os.PathLike[str], *, setting: str = "text") -> str:
@@ -40,6 +47,8 @@ def read_text(path: str | os.PathLike[str], *, setting: str = "text") -> str:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise _problem(setting, path, f"cannot be read: {reason}", "a text file", "correct the path") from None
+    if content.startswith(tuple(mark.encode("latin-1") for mark in _NO_TEXT)):
+        raise _problem(setting, path, "is an archive, a document or a picture", "text in UTF-8", "name a text file")
     for mark, encoding in _OTHER_MARKS:
         if content.startswith(mark):
             raise _not_utf8(setting, path, f"begins with the mark of {encoding}", encoding)
@@ -72,7 +81,10 @@ def load_tokenizer(
     if not (allow_download and not os.path.lexists(directory)):
         check_directory_with(directory, TOKENIZER_FILES, what="tokenizer", setting=setting)
     try:
-        return AutoTokenizer.from_pretrained(os.fspath(directory), local_files_only=not allow_download)
+        # Left to itself transformers asks on the terminal whether to run code that comes with a tokenizer.
+        return AutoTokenizer.from_pretrained(
+            os.fspath(directory), local_files_only=not allow_download, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many types here; all mean the same to the user
         raise unreadable(directory, error, what="tokenizer", setting=setting) from error
 
@@ -99,15 +111,19 @@ def check_directory_with(
     else:
         return
     fix = f"name a directory of this machine that holds the {what}; nothing is downloaded"
-    raise _problem(setting, path, there, f"the directory of a {what}", fix)
+    raise _problem(setting, path, there, f"the directory of {_a(what)}", fix)
 
 
 def unreadable(directory: str | os.PathLike[str], error: Exception, *, what: str, setting: str) -> ConfigError:
-    """Return the error for files that transformers refuses, with the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    there = f"holds a {what} that transformers refuses: {lines[0] if lines else type(error).__name__}"
+    """Return the error for files that transformers refuses, with the beginning of what it says."""
+    said = " ".join(str(error).split())[:_SHOWN] or type(error).__name__
+    there = f"holds {_a(what)} that transformers refuses: {said}"
     fix = "check its files against those that were published with the model"
-    return _problem(setting, directory, there, f"a {what} that can be loaded", fix)
+    return _problem(setting, directory, there, f"{_a(what)} that can be loaded", fix)
+
+
+def _a(what: str) -> str:
+    return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
 
 
 def _not_utf8(setting: str, path: str | os.PathLike[str], found: str, encoding: str) -> ConfigError:

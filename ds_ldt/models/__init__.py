@@ -5,6 +5,7 @@ One place per family says what its layers are, how its weights are named and wha
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ds_ldt.models.batch import count_targets, prepare_batch
@@ -34,13 +35,8 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # else a type checker would take any name for a public one
-
-    def __getattr__(name: str) -> Any:
-        """Import `from_pretrained` on first use: it needs the runtime, which needs this package."""
-        if name != "from_pretrained":
-            raise AttributeError(f"module 'ds_ldt.models' has no attribute '{name}'")
-        from ds_ldt.runtime.pretrained import from_pretrained
-
-        globals()[name] = from_pretrained
-        return from_pretrained
+def __getattr__(name: str) -> Any:
+    """Import `from_pretrained` on first use: it builds a module of the runtime, which imports this package."""
+    if name == "from_pretrained":
+        return import_module("ds_ldt.runtime.pretrained").from_pretrained
+    raise AttributeError(f"module 'ds_ldt.models' has no attribute '{name}'")

@@ -133,6 +133,12 @@ def _positions(input_ids: Tensor, given: Any) -> Tensor:
         raise batch_problem(
             "position_ids", shape_of(positions), f"shape {(rows, length)}", "give one position per token"
         )
+    least, largest = positions.aminmax()
+    bound = torch.iinfo(torch.int32)
+    if int(least) < bound.min or int(largest) > bound.max:
+        row = int(((positions < bound.min) | (positions > bound.max)).nonzero()[0][0])
+        found = Absent(f"{int(least)} to {int(largest)}")
+        raise batch_problem("position_ids", found, "positions that int32 holds", "count tokens from 0", row=row)
     return positions.to(torch.int32).expand(rows, length).contiguous()
 
 
@@ -162,6 +168,10 @@ def input_ids_of(fields: dict[str, Any]) -> Tensor:
     if input_ids.ndim != 2:
         raise batch_problem(
             "input_ids", shape_of(input_ids), "a tensor of shape (batch, sequence)", "collate into rows"
+        )
+    if not input_ids.numel():
+        raise batch_problem(
+            "input_ids", shape_of(input_ids), "at least one row of at least one token", "leave out empty samples"
         )
     return input_ids
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ds_ldt.config.rules import is_whole
 from ds_ldt.errors import Absent, ConfigProblem
 from ds_ldt.models.family import ModelFamily, model_problem
 
@@ -65,6 +67,30 @@ def rope_problems(text: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         number = parameters.get(name)
         if number is not None and (not _is_number(number) or not number > 0):
             yield model_problem(f"rope_parameters.{name}", number, "a number > 0", _CORRECT)
+    if "rope_theta" in parameters and parameters["rope_theta"] is None:
+        yield model_problem("rope_parameters.rope_theta", None, "a number > 0", _CORRECT)
+    yield from _factor_problems(text, parameters)
+
+
+def _factor_problems(text: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    """Yield factors of single frequencies that are none; those of long texts show in no trial with a short one."""
+    low, high = parameters.get("low_freq_factor"), parameters.get("high_freq_factor")
+    if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
+        expected = f"a number > low_freq_factor = {low:g}"
+        yield model_problem("rope_parameters.high_freq_factor", high, expected, _CORRECT)
+    heads, width = text.get("num_attention_heads"), text.get("head_dim")
+    if width is None and heads and text.get("hidden_size"):
+        width = text["hidden_size"] // heads
+    count = int(width * (parameters.get("partial_rotary_factor") or 1)) // 2 if width else None
+    for name in ("long_factor", "short_factor"):
+        factors = parameters.get(name)
+        if factors is None:
+            continue
+        if not isinstance(factors, list) or not all(_is_number(factor) and factor > 0 for factor in factors):
+            yield model_problem(f"rope_parameters.{name}", factors, "a list of numbers > 0", _CORRECT)
+        elif count is not None and len(factors) != count:
+            found = Absent(f"{len(factors)} factors")
+            yield model_problem(f"rope_parameters.{name}", found, f"{count}, one for each frequency", _CORRECT)
 
 
 def trial_problem(config: PreTrainedConfig, family: ModelFamily) -> ConfigProblem | None:
@@ -111,7 +137,7 @@ def _size_problems(text: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     for name in (*_SIZES, *_SIZES_OR_NULL):
         if name not in text or (text[name] is None and name in _SIZES_OR_NULL):
             continue
-        if not _is_whole(text[name]) or text[name] < 1:
+        if not is_whole(text[name], 1):
             yield model_problem(name, text[name], "a whole number >= 1", _CORRECT)
 
 
@@ -134,7 +160,7 @@ def _padding_problems(text: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     padding, size = text.get("pad_token_id"), text.get("vocab_size")
     if padding is None or size is None:
         return
-    if not _is_whole(padding) or not -size <= padding < size:
+    if not is_whole(padding, -size) or padding >= size:
         yield model_problem(
             "pad_token_id",
             padding,
@@ -143,9 +169,5 @@ def _padding_problems(text: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         )
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

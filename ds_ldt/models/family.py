@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ds_ldt.comm.wire import WireSchema, WireTensor
-from ds_ldt.config.modalities import TEXT
+from ds_ldt.config.layer_matrix import TEXT
 from ds_ldt.errors import ConfigProblem
 from ds_ldt.models.attention import AttentionMemo
 from ds_ldt.models.batch import TextBatches

@@ -58,7 +58,9 @@ def read_hf_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
             fix="name a downloaded Hugging Face model or a directory written by ds-ldt convert",
         )
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, local_files_only=True)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            path.parent, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers raises many types here; all mean the same to the user
         problems = list(_problems_of_file(path))
         if problems:

@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ds_ldt.config.rules import is_whole
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.plan.instructions import Compute
 from ds_ldt.plan.timeline import Span, Timeline
@@ -115,8 +116,12 @@ def _spans(events: list[Any], where: str) -> Iterator[tuple[int | None, Span]]:
         except ValueError:
             continue
         rank, start, duration = event.get("tid"), event.get("ts"), event.get("dur")
-        is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0
-        if not is_rank or not isinstance(start, int | float) or not isinstance(duration, int | float) or duration < 0:
+        if (
+            not is_whole(rank, 0)
+            or not isinstance(start, int | float)
+            or not isinstance(duration, int | float)
+            or duration < 0
+        ):
             raise ConfigError.of(
                 f"{where}: {compute}",
                 found=dict(event),

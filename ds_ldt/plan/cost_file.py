@@ -24,12 +24,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ds_ldt.config.json_file import read_json
-from ds_ldt.config.spelling import unknown_key
+from ds_ldt.config.messages import unknown_key
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.plan.costs import Cell, Costs
 from ds_ldt.plan.policies import AUTO
 from ds_ldt.plan.policies.in_flight import Limits
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 if TYPE_CHECKING:
     from ds_ldt.config.schema import JobConfig
@@ -98,7 +99,7 @@ def known_from_file(source: str | PathLike[str] | Mapping[str, Any], layout: Lay
         ConfigError: The file cannot be read, or a key or value is wrong.
     """
     where = "costs" if isinstance(source, Mapping) else f"costs file {source}"
-    content = source if isinstance(source, Mapping) else read_json(source)
+    content = source if isinstance(source, Mapping) else read_json(source, what="costs file")
     for key, value in content.items():
         if key not in (*_BY_CELL, *_NUMBERS):
             raise ConfigError.from_problems(

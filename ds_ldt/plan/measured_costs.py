@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.bound import lower_bound
 from ds_ldt.plan.cost_file import Known
 from ds_ldt.plan.costs import Cell, Costs, touches_edge
 from ds_ldt.plan.instructions import Op
 from ds_ldt.plan.plan import Plan
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 from ds_ldt.plan.simulate import simulate_slice
 
 LATENCY_MARGIN = 1.5

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ds_ldt.config.deepspeed_settings import precision, shards_optimizer
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.instructions import Flow, Op
 from ds_ldt.plan.plan import Plan
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 if TYPE_CHECKING:
     from ds_ldt.config.schema import JobConfig

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
+from ds_ldt.config.rules import is_whole
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.lower import lower_slice
@@ -14,7 +15,7 @@ from ds_ldt.plan.plan import Plan
 from ds_ldt.plan.policies import AUTO, EVALUATION, TRAINING
 from ds_ldt.plan.policies.auto import Candidate, best_of, tried
 from ds_ldt.plan.policies.in_flight import Limits
-from ds_ldt.plan.shape import PipelineShape, is_count
+from ds_ldt.plan.shape import PipelineShape
 from ds_ldt.plan.size import check_size
 from ds_ldt.plan.validate import validate
 
@@ -74,7 +75,7 @@ def limits_of(shape: PipelineShape, max_in_flight: int | Sequence[int] | None) -
     if max_in_flight is None:
         return None
     limits = tuple(max_in_flight) if isinstance(max_in_flight, Sequence) else (max_in_flight,) * shape.num_stages
-    if len(limits) != shape.num_stages or not all(is_count(limit, minimum=1) for limit in limits):
+    if len(limits) != shape.num_stages or not all(is_whole(limit, 1) for limit in limits):
         raise ConfigError.of(
             "ldt.schedule.max_in_flight",
             found=max_in_flight,

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from ds_ldt.config.layer_matrix import LAYERS, TEXT, VISION
 from ds_ldt.config.lora import LoraSettings
-from ds_ldt.config.modalities import TEXT, VISION
 from ds_ldt.config.schema import LDTConfig
-from ds_ldt.topology.layout import BETWEEN, LAYERS, LEADING, TRAILING, Layout
+from ds_ldt.topology.layout import BETWEEN, LEADING, TRAILING, Layout
 
 _ALL_LINEAR = "all-linear"
 _DEFAULTS = ("q_proj", "v_proj")

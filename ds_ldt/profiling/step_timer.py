@@ -74,7 +74,7 @@ class Calibration:
             return dict(handlers)
         for boundaries in signatures:
             for boundary, signature in enumerate(boundaries):
-                self._sizes[boundary] = max(_bytes_of(signature), self._sizes.get(boundary, 0))
+                self._sizes[boundary] = max(sum(one.nbytes for one in signature), self._sizes.get(boundary, 0))
         return {kind: self._timed(kind, handler) for kind, handler in handlers.items()}
 
     def _timed(self, kind: Kind, handler: Handler) -> Handler:
@@ -137,7 +137,3 @@ class Calibration:
             **{Size(self._rank, boundary): num_bytes for boundary, num_bytes in self._sizes.items()},
             **{Kept(self._rank, virtual_stage): num_bytes for virtual_stage, num_bytes in held.items()},
         }
-
-
-def _bytes_of(signature: Signature) -> int:
-    return sum(one.numel * one.dtype.itemsize for one in signature)

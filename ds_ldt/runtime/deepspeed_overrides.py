@@ -17,9 +17,9 @@ from deepspeed.runtime.utils import DummyOptim
 from torch import Tensor
 
 from ds_ldt.data.sampling import TrainingData, build_training_data
+from ds_ldt.runtime.initialize_checks import agree_on_coverage
 from ds_ldt.runtime.module import LDTPipelineModule
 from ds_ldt.runtime.optimizer import LDTShardedOptimizer, check_elementwise
-from ds_ldt.runtime.optimizer_coverage import agree_on_coverage
 
 
 class DeepSpeedOverrides(PipelineEngine):

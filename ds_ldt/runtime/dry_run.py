@@ -137,8 +137,8 @@ class _Run:
             found, outputs = self._measured(stage, payload, ids)
             passes.append(found)
             payload = tuple(_received(tensor, gradient=is_trained) for tensor in outputs)
-            sent.append(sum(map(_num_bytes, payload)))
-            returned.append(sum(_num_bytes(tensor) for tensor in payload if tensor.requires_grad))
+            sent.append(sum(tensor.nbytes for tensor in payload))
+            returned.append(sum(tensor.nbytes for tensor in payload if tensor.requires_grad))
         return Footprint(
             weights=tuple(self._weights(stage) for stage in range(self._layout.num_stages)),
             passes=tuple(passes),
@@ -173,7 +173,9 @@ class _Run:
                 peak = live.peak - begin
             kept = tuple(tensor.detach() for tensor in roots)
             found = PassBytes(
-                held=held.num_bytes, forward_peak=forward_peak + sum(map(_num_bytes, inputs)), backward_peak=peak
+                held=held.num_bytes,
+                forward_peak=forward_peak + sum(tensor.nbytes for tensor in inputs),
+                backward_peak=peak,
             )
             del roots, given
         with torch.no_grad():
@@ -209,7 +211,3 @@ class _Run:
 def _received(tensor: Tensor, *, gradient: bool) -> Tensor:
     """A tensor as the next virtual stage has it, in memory of its own."""
     return torch.empty_like(tensor).requires_grad_(gradient and tensor.is_floating_point())
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize

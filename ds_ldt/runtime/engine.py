@@ -15,16 +15,16 @@ from ds_ldt.checkpointing.output_paths import check_directory
 from ds_ldt.comm.agreement import agree_on
 from ds_ldt.comm.step_header import StepKind
 from ds_ldt.errors import ConfigError
-from ds_ldt.runtime.evaluation import evaluating
 from ds_ldt.runtime.executor import unchanged
 from ds_ldt.runtime.generation import Decoding, Generator, check_model, last_position
+from ds_ldt.runtime.rng import evaluating
 from ds_ldt.runtime.stepping import SteppingEngine
 
 
 class LDTPipelineEngine(SteppingEngine):
     """A ``PipelineEngine`` for a pipeline that starts and ends on the edge and whose sites differ in width.
 
-    Created by :func:`ds_ldt.initialize`. ``train_batch``, ``eval_batch``, ``save_checkpoint`` and ``load_checkpoint``
+    Created by ``ds_ldt.initialize``. ``train_batch``, ``eval_batch``, ``save_checkpoint`` and ``load_checkpoint``
     must be called by every rank of both sites, in the same order.
 
     Args:
@@ -32,7 +32,7 @@ class LDTPipelineEngine(SteppingEngine):
         shuffle_seed: None to read it in order; else each epoch has an order of its own, that of torch's
             ``DistributedSampler`` with this seed.
         num_workers: processes of an edge replica that read it ahead; 0 for none.
-        kwargs: as for ``deepspeed.PipelineEngine``; ``model`` is an :class:`~ds_ldt.runtime.module.LDTPipelineModule`.
+        kwargs: as for ``deepspeed.PipelineEngine``; ``model`` is an ``LDTPipelineModule``.
     """
 
     def describe(self) -> str:
@@ -115,7 +115,7 @@ class LDTPipelineEngine(SteppingEngine):
         Raises:
             ConfigError: an argument is wrong (on every rank), or the loss is none (on the edge).
             StopIteration: on every rank, when the data ends early.
-            LinkError: as for :meth:`train_batch`.
+            LinkError: as for ``train_batch``.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError.of(
@@ -186,7 +186,7 @@ class LDTPipelineEngine(SteppingEngine):
         Raises:
             ConfigError: on every rank, for a model with images. On the edge: an argument cannot be used, or the model
                 has no logits; the cloud then raises a LinkError, and the job may go on.
-            LinkError: as for :meth:`train_batch`.
+            LinkError: as for ``train_batch``.
         """
         check_model(self.module)
         generator = None
@@ -266,12 +266,12 @@ class LDTPipelineEngine(SteppingEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool | None = None,
     ) -> bool:
-        """Save a checkpoint on both sites; see :func:`ds_ldt.checkpointing.save_load.save`.
+        """Save a checkpoint on both sites; see ``ds_ldt.checkpointing.save_load.save``.
 
         Args:
             save_dir: directory of this site, shared by the ranks of the site.
             tag: name, the same on every rank; default ``global_step<N>``.
-            client_state: the caller's own values, returned by :meth:`load_checkpoint`: numbers, texts, tensors, and
+            client_state: the caller's own values, returned by ``load_checkpoint``: numbers, texts, tensors, and
                 lists, tuples and dicts of them.
             save_latest: point ``latest`` to it.
             exclude_frozen_parameters: leave out what is not trained; default: with ``ldt.lora``, whose adapters are
@@ -306,7 +306,7 @@ class LDTPipelineEngine(SteppingEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint that both sites hold; see :func:`ds_ldt.checkpointing.save_load.load`.
+        """Load a checkpoint that both sites hold; see ``ds_ldt.checkpointing.save_load.load``.
 
         Args:
             load_dir: directory of this site.

@@ -14,13 +14,13 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
-from ds_ldt.comm.wire import signature_of
+from ds_ldt.comm.wire import dtype_name, signature_of
 from ds_ldt.data.containers import tensors_in, to_device
 from ds_ldt.errors import LinkError
 from ds_ldt.plan import Channel, Handlers, Key, Kind, Planned
-from ds_ldt.runtime.dropout import Place
 from ds_ldt.runtime.losses import Results, split_loss, weighted
 from ds_ldt.runtime.module import LDTPipelineModule
+from ds_ldt.runtime.rng import Place
 from ds_ldt.runtime.step_inputs import Step
 from ds_ldt.runtime.weight_gradients import WeightLedger
 
@@ -272,4 +272,4 @@ def unchanged(outputs: Any) -> Any:
 
 
 def _describe(signature: Any) -> str:
-    return "(" + ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in signature) + ")"
+    return "(" + ", ".join(f"{dtype_name(t.dtype)}{list(t.shape)}" for t in signature) + ")"

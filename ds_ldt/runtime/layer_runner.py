@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_ldt.config.schema import JobConfig
-from ds_ldt.runtime.dropout import seed_generators
+from ds_ldt.runtime.rng import seed_generators
 
 Payload = Tensor | tuple[Tensor, ...]
 """What flows between layers, as in DeepSpeed: a tensor or a tuple of tensors."""

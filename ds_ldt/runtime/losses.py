@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_ldt.comm.collectives import bounded
 from ds_ldt.comm.grid import LDTPipelineGrid
 from ds_ldt.errors import Absent, ConfigError
+from ds_ldt.runtime.micro_batches import MicroBatchKey
 
 MAX_NAMED = 30
 """Most named values beside the loss: they and the digest of their names travel in one message of fixed size."""
@@ -26,9 +27,6 @@ RESERVED = frozenset({"loss", "train_loss", "eval_loss", "lr", "loss_scale"})
 """Names that the monitor has another use for."""
 
 _DIGEST_SIZE = 2
-
-MicroBatchKey = tuple[int, int]
-"""(micro-batch, domain)"""
 
 Named = dict[str, Tensor]
 """Name -> float32 scalar."""
@@ -73,7 +71,7 @@ class Results:
         return total
 
     def named_means(self, grid: LDTPipelineGrid, device: torch.device, *, count: int, what: str) -> Named | None:
-        """Means of the named values over the whole global batch. Every edge replica calls it; nobody else.
+        """Means of the named values over the whole global batch. Every edge replica calls it, and no cloud rank.
 
         Args:
             grid: the group of the edge replicas.

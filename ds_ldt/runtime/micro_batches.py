@@ -19,6 +19,9 @@ from ds_ldt.data.sampling import TrainingData
 from ds_ldt.errors import Absent, ConfigError, LDTError, SampleError, cause_of
 from ds_ldt.runtime.module import LDTPipelineModule
 
+MicroBatchKey = tuple[int, int]
+"""(micro-batch, domain)"""
+
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:

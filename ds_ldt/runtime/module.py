@@ -25,9 +25,9 @@ from ds_ldt.config.schema import JobConfig, load_config
 from ds_ldt.errors import Absent, ConfigError
 from ds_ldt.models.lora import plan_adapters
 from ds_ldt.plan.size import check_job
-from ds_ldt.runtime.dropout import Place
 from ds_ldt.runtime.layer_runner import Payload, inside_of, intervals_by_chunk, run_segments, seeded, with_local
-from ds_ldt.runtime.optimizer_recipe import recipe_problems
+from ds_ldt.runtime.optimizer_checks import recipe_problems
+from ds_ldt.runtime.rng import Place
 from ds_ldt.runtime.shape_inference import Shapes
 from ds_ldt.topology.layout import Layout
 from ds_ldt.topology.ranks import RankMap
@@ -43,7 +43,7 @@ class LDTPipelineModule(PipelineModule):
     Args:
         layers: every layer of the model, in order: ``LayerSpec``, ``TiedLayerSpec``, ``nn.Module`` or a callable from
             payload to payload. Layers that share a ``TiedLayerSpec`` key must be on the same stage.
-        config: path, mapping or :class:`~ds_ldt.config.schema.JobConfig`: a DeepSpeed JSON with an ``"ldt"`` section.
+        config: path, mapping or ``JobConfig``: a DeepSpeed JSON with an ``"ldt"`` section.
         loss_fn: ``(outputs, labels) -> scalar``, the mean loss of a micro-batch, evaluated on the edge, or ``(scalar,
             {"name": value})`` with further values to average and report. None: the last layer returns that.
         wire: what may cross a boundary between two virtual stages. Default: one float tensor with a gradient.
@@ -69,7 +69,7 @@ class LDTPipelineModule(PipelineModule):
         model_type: for ``ldt.lora``, whose default target modules to take, by transformers' name.
         fingerprint: the model that both sites and every checkpoint have to be of; None where that is not known.
         base_seed: seed of the initial weights, layer i uses ``base_seed + i``; and of what layers draw in training
-            (see :mod:`ds_ldt.runtime.dropout`).
+            (see ``ds_ldt.runtime.rng``).
         activation_checkpoint_interval: checkpoint activations every so many layers; 0 turns it off. A value in the
             JSON's ``pipeline`` section wins, and over that ``ldt.activation_checkpoint_interval``, which has one for
             each chunk.
@@ -78,7 +78,7 @@ class LDTPipelineModule(PipelineModule):
 
     Attributes:
         run: this run, and those that it was resumed from; what its checkpoints are told apart by.
-        has_engine: True once :func:`ds_ldt.initialize` has made an engine for it.
+        has_engine: True once ``ds_ldt.initialize`` has made an engine for it.
 
     Raises:
         ConfigError: bad configuration, on every rank before any process group is created; or the sites' configurations
@@ -184,6 +184,10 @@ class LDTPipelineModule(PipelineModule):
         problems = list(recipe_problems(self.job))
         if problems:
             raise ConfigError.from_problems(problems)
+        for name in ("loss_fn", "batch_fn", "count_targets", "sent_shapes"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                found = Absent(type(getattr(self, name)).__name__)
+                raise ConfigError.of(name, found=found, expected="a function, or None", fix="pass the function itself")
         check_job(self.job, self.layout)
         self._check_ties()
         self._check_local_layers()
@@ -257,7 +261,7 @@ class LDTPipelineModule(PipelineModule):
     def inject_adapters(self) -> None:
         """Put in the adapters of ``ldt.lora``, if any, and freeze all else: once, and after base weights are loaded.
 
-        :func:`ds_ldt.initialize` and ``from_pretrained`` call it; call it before you make an optimizer of your own.
+        ``ds_ldt.initialize`` and ``from_pretrained`` call it; call it before you make an optimizer of your own.
         Start values depend on ``base_seed`` and the index of a layer.
         """
         if self.adapters is None or self._has_adapters:
@@ -337,7 +341,7 @@ class LDTPipelineModule(PipelineModule):
         return outputs
 
     def _precompute_checkpointable_values(self) -> None:
-        """Nothing to cache: the engine asks for it, but segments are decided per virtual stage in :meth:`forward`."""
+        """Nothing to cache: the engine asks for it, but segments are decided per virtual stage in ``forward``."""
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage that holds a global pipeline layer."""

@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 
 from ds_ldt.checkpointing.fingerprint import fingerprint_of
 from ds_ldt.checkpointing.hf_weights import HFWeights
-from ds_ldt.checkpointing.layer_files import MANIFEST_FILE, LayerFiles, Site, shape_problems
+from ds_ldt.checkpointing.layer_files import MANIFEST_FILE, LayerFiles, shape_problems
 from ds_ldt.comm.identity import ModelFingerprint
 from ds_ldt.comm.launch import prepare_environment
 from ds_ldt.config.deepspeed_settings import precision
@@ -27,7 +27,7 @@ from ds_ldt.models.family import ModelFamily
 from ds_ldt.models.positions import WatchedBatches
 from ds_ldt.models.registry import checked_config, family_of, layout_of, read_hf_config
 from ds_ldt.topology.layout import Layout
-from ds_ldt.topology.ranks import RankMap
+from ds_ldt.topology.ranks import RankMap, Site
 
 if TYPE_CHECKING:
     from ds_ldt.runtime.module import LDTPipelineModule

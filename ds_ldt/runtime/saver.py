@@ -36,7 +36,7 @@ class Saver:
         setting: what names the directory, for errors.
 
     Attributes:
-        state: what was given to :meth:`save` with the checkpoint that the run goes on from; None if it starts anew.
+        state: what was given to ``save`` with the checkpoint that the run goes on from; None if it starts anew.
 
     Raises:
         ConfigError: on every rank of both sites: some rank cannot write there, only some ranks have a directory, or

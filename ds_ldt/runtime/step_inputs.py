@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
 
 from ds_ldt.comm.collectives import bounded
 from ds_ldt.comm.control import ControlLink
@@ -24,12 +25,9 @@ from ds_ldt.comm.wire import Signature, WireGuard, gradient_signature
 from ds_ldt.errors import ConfigError, LDTError, LinkError, SampleError
 from ds_ldt.plan import Channel, Flow, Plan
 from ds_ldt.plan.recent import REMEMBERED_PLANS, Recent
-from ds_ldt.runtime.micro_batches import MicroBatch, MicroBatchReader
+from ds_ldt.runtime.micro_batches import MicroBatch, MicroBatchKey, MicroBatchReader
 from ds_ldt.runtime.module import LDTPipelineModule
 from ds_ldt.runtime.shape_inference import Shapes, ShapeTracer, shapes_of, without_gradients
-
-MicroBatchKey = tuple[int, int]
-"""(micro-batch, domain)"""
 
 _ENDED = "the data of an edge replica ended inside a step"
 
@@ -73,7 +71,7 @@ class Intake:
         self._grid = grid
         self._guard = guard
         self._tracer = tracer
-        self._num_steps = 0
+        self._num_steps, self._said_no_targets = 0, False
         self._kind, self._with_loss = StepKind.TRAIN, True
         self._inbound_of: Recent[str, dict[Channel, tuple[int, ...]]] = Recent(REMEMBERED_PLANS)
         self._opening_of: Recent[str, dict[Channel, tuple[int, ...]]] = Recent(REMEMBERED_PLANS)
@@ -269,6 +267,12 @@ class Intake:
         if self._module.loss_reduction != "token" or not self._with_loss:
             return
         shape = step.plan.shape
+        if not num_targets and not self._said_no_targets:
+            self._said_no_targets = True
+            logger.warning(
+                "ds_ldt: no micro-batch of this step has a target, as all labels are -100: its loss is 0, and it "
+                "teaches nothing. Look at what collate_fn makes of labels (said once)"
+            )
         for batch in step.batches.values():
             share = batch.num_targets / num_targets if num_targets else 0.0
             batch.loss_weight = share * shape.num_micro_batches * shape.num_domains

@@ -30,9 +30,9 @@ from ds_ldt.plan.recent import REMEMBERED_PLANS, Recent
 from ds_ldt.profiling.observer import Observer
 from ds_ldt.profiling.replanning import Planner, receive_window
 from ds_ldt.runtime.deepspeed_overrides import DeepSpeedOverrides
-from ds_ldt.runtime.dropout import rng_untouched
 from ds_ldt.runtime.executor import StageExecutor
 from ds_ldt.runtime.gradient_boundaries import agree_on_gradient_boundaries
+from ds_ldt.runtime.rng import rng_untouched
 from ds_ldt.runtime.schedule import LDTInferenceSchedule, LDTSchedule, LDTTrainSchedule
 from ds_ldt.runtime.shape_inference import ShapeTracer
 from ds_ldt.runtime.step_inputs import Intake, Step

@@ -6,7 +6,7 @@ by stage within a chunk. The cells that hold layers are the virtual stages:
     [[2, 13, 13],          chunk 0:   s0 on the edge -> s1 on stage 1 -> s2 on stage 2
      [2,  0,  0]]          chunk 1:   s3 on the edge
 
-A model of two modalities has a matrix for each (`ds_ldt.config.modalities`). Its layers are numbered through in the
+A model of two modalities has a matrix for each (`ds_ldt.config.layer_matrix`). Its layers are numbered through in the
 order in which a micro-batch meets them, so a layer has the same global pipeline layer index in every layout:
 
     leading, vision_encoder, joining layers, text_decoder, trailing
@@ -18,35 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from ds_ldt.config.modalities import (
-    MODALITIES,
-    listed,
-    mapping_form,
-    matrices_cells,
-    matrices_sites,
-    matrices_sum,
+from ds_ldt.config.layer_matrix import (
+    Cell,
+    Matrix,
+    as_configured,
+    cells_in_order,
+    form_problem,
+    matrices_of,
+    place_problem,
+    sum_problem,
     total,
 )
-from ds_ldt.config.rules import (
-    EDGE_STAGE,
-    MATRIX_KEY,
-    Cell,
-    Matrices,
-    Matrix,
-    cells_in_order,
-    matrix_form,
-    matrix_sites,
-    matrix_sum,
-)
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.errors import ConfigError, ConfigProblem
 
 LEADING, BETWEEN, TRAILING = "leading", "between", "trailing"
 """The parts of a model that join cells without being counted in a matrix."""
-
-LAYERS = "layers"
-"""The part that a single matrix distributes: the layers of a model of one modality."""
 
 Configured = Sequence[Sequence[int]] | Mapping[str, Sequence[Sequence[int]]]
 """What `ldt.pipeline_num_layers` may be: a matrix, or one for each modality."""
@@ -117,8 +105,7 @@ class Layout:
     @property
     def configured(self) -> list[list[int]] | dict[str, list[list[int]]]:
         """`ldt.pipeline_num_layers` as JSON has it: a matrix, or one for each modality."""
-        matrices = listed(dict(self.matrices))
-        return matrices if len(matrices) > 1 else matrices[LAYERS]
+        return as_configured(dict(self.matrices))
 
     @property
     def num_chunks(self) -> int:
@@ -177,21 +164,25 @@ class Layout:
                 that have to be on the edge are not.
         """
         joining = {"num_leading": num_leading, "num_between": num_between, "num_trailing": num_trailing}
-        if isinstance(configured, Mapping):
-            matrices = _matrices(configured, num_layers)
-            _raise(matrices_sites(matrices, allow_exposed_edge=allow_exposed_edge))
-        else:
-            matrices = {LAYERS: _matrix(configured, num_layers)}
-            ends = {"num_leading": num_leading, "num_trailing": num_trailing}
-            _raise(matrix_sites(matrices[LAYERS], allow_exposed_edge=allow_exposed_edge, **ends))
-        cells = _cells(matrices, **joining)
+        _raise(form_problem(configured))
+        matrices = matrices_of(configured)
+        _raise(None if num_layers is None else sum_problem(matrices, num_layers))
+        _raise(
+            place_problem(
+                matrices,
+                num_leading=num_leading,
+                num_trailing=num_trailing,
+                allow_exposed_edge=allow_exposed_edge,
+            )
+        )
+        cells = cells_in_order(matrices, **joining)
         return cls(matrices=tuple(matrices.items()), virtual_stages=_virtual_stages(cells), **joining)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         """The cells that hold layers, in visiting order. Neighbours on one stage share a virtual stage."""
         return tuple(
-            _cells(
+            cells_in_order(
                 dict(self.matrices),
                 num_leading=self.num_leading,
                 num_between=self.num_between,
@@ -264,42 +255,6 @@ class Layout:
 def _raise(problem: ConfigProblem | None) -> None:
     if problem is not None:
         raise ConfigError.from_problems([problem])
-
-
-def _matrix(configured: Any, num_layers: int | Mapping[str, int] | None) -> Matrix:
-    """Check the form and the sum of a single matrix."""
-    _raise(matrix_form(configured))
-    if isinstance(num_layers, Mapping):
-        raise ConfigError.of(
-            MATRIX_KEY,
-            found=configured,
-            expected=f"a matrix for each modality of the model, {' and '.join(num_layers)}",
-            fix=f'write {{"{MODALITIES[0]}": [[...]], "{MODALITIES[1]}": [[...]]}}',
-        )
-    rows = tuple(tuple(row) for row in configured)
-    _raise(None if num_layers is None else matrix_sum(rows, num_layers))
-    return rows
-
-
-def _matrices(configured: Mapping[Any, Any], num_layers: int | Mapping[str, int] | None) -> Matrices:
-    """Check the form and the sums of a matrix for each modality."""
-    _raise(mapping_form(configured))
-    if isinstance(num_layers, int):
-        raise ConfigError.of(
-            MATRIX_KEY,
-            found=configured,
-            expected="one matrix, because the model has one modality",
-            fix='write it as in "pipeline_num_layers": [[2, 13, 13], [2, 0, 0]]',
-        )
-    matrices = {name: tuple(tuple(row) for row in configured[name]) for name in MODALITIES}
-    _raise(None if num_layers is None else matrices_sum(matrices, num_layers))
-    return matrices
-
-
-def _cells(matrices: Matrices, *, num_leading: int, num_between: int, num_trailing: int) -> list[Cell]:
-    if len(matrices) > 1:
-        return matrices_cells(matrices, num_leading=num_leading, num_between=num_between, num_trailing=num_trailing)
-    return cells_in_order(matrices[LAYERS], num_leading=num_leading, num_trailing=num_trailing)
 
 
 def _virtual_stages(cells: Iterable[Cell]) -> tuple[VirtualStage, ...]:

@@ -203,7 +203,7 @@ class RankMap:
         """Return the ranks that a rank exchanges pipeline messages with, in ascending order.
 
         Args:
-            rank: The rank asked about.
+            rank: The rank whose peers are returned.
             stages: Physical stage of each virtual stage in visiting order. Without it, each stage talks to the next
                 and the last one to the edge, as where every chunk but the last holds layers on every stage.
         """

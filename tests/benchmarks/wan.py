@@ -279,7 +279,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=32)
     parser.add_argument("--mbps", type=float, default=1000.0, help="of the link, each way")
     parser.add_argument("--json", type=Path, help="also write every step time there")
-    parser.add_argument("--into", type=Path, help="also put the table into this document, e.g. README.md")
+    parser.add_argument("--into", type=Path, help="also put the table into this document, e.g. docs/plans.md")
     return parser.parse_args(argv)
 
 

@@ -11,7 +11,7 @@ from tests.engine.cases import Untouchable, config, initialize, layout, toy_modu
 from tests.engine.failures import outcome, stop_for_a_while
 from tests.toy import Points
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 4.0
 PREPARATION_S = 2 * TIMEOUT_S
 SETTINGS = config(layout(2, 2), num_domains=2, num_replicas=2, timeout_s=TIMEOUT_S)
 

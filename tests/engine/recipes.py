@@ -94,6 +94,50 @@ def optimizers_that_do_not_fit(settings: dict[str, Any], adapters: dict[str, Any
     return found
 
 
+def arguments_that_do_not_fit(settings: dict[str, Any]) -> dict[str, str]:
+    """What this rank is told of each object that a script passes; "accepted" if nothing."""
+    schedules, warm = torch.optim.lr_scheduler, {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}
+
+    def told(make: Any, **more: Any) -> str:
+        module = toy_module({**settings, **more})
+        return _told(module, make(module))
+
+    def with_schedule(make: Any) -> Any:
+        def both(module: Any) -> dict[str, Any]:
+            optimizer = sgd(module.parameters())
+            return {"optimizer": optimizer, "lr_scheduler": make(optimizer)}
+
+        return both
+
+    def in_groups(module: Any) -> dict[str, Any]:
+        matrices = [{"params": [p for p in module.parameters() if (p.ndim > 1) == wanted]} for wanted in (True, False)]
+        return {"model_parameters": matrices}
+
+    return {
+        "waits for a loss": told(with_schedule(schedules.ReduceLROnPlateau)),
+        "another's schedule": told(lambda module: {"lr_scheduler": schedules.StepLR(sgd(module.parameters()), 1)}),
+        "asks for a closure": told(lambda module: {"optimizer": torch.optim.LBFGS(module.parameters())}),
+        "name of an optimizer": told(lambda module: {"optimizer": "AdamW"}),
+        "name of a schedule": told(lambda module: {"lr_scheduler": "WarmupLR"}),
+        "no function": told(lambda module: {"collate_fn": "default_collate"}),
+        "two rates, one group": told(lambda module: {}, scheduler=warm),
+        "two rates, two groups": told(in_groups, scheduler=warm),
+        "asks for an increment": told(with_schedule(Counting)),
+        "class": told(lambda module: {"optimizer": torch.optim.AdamW}),
+        "loader on the edge": told(lambda module: {"training_data": torch.utils.data.DataLoader([1])}),
+    }
+
+
+class Counting:
+    """A schedule as Megatron's: it is told how many samples a step took."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.samples = optimizer, 0
+
+    def step(self, increment: int) -> None:
+        self.samples += increment
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     """An optimizer over these."""
     return torch.optim.SGD(parameters, lr=0.1)

@@ -94,4 +94,4 @@ def test_S65_it_works_where_torchrun_holds_the_store(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("trained") == 2
+    assert done.stdout.count("\ntrained ") == 2

@@ -138,7 +138,6 @@ def test_S66_ids_and_labels_of_the_whole_vocabulary_are_taken() -> None:
         (ids, _), labels = read(batch)
         assert torch.equal(ids, batch["input_ids"]) and torch.equal(labels, batch["labels"])
     assert read({"input_ids": IDS})[1] is None
-    assert read({"input_ids": IDS[:, :0], "labels": IDS[:, :0]})[1].shape == (ROWS, 0)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -185,3 +184,16 @@ def test_loss_is_computed_in_float32() -> None:
     loss = causal_lm_loss(logits, IDS)
     assert loss.dtype == torch.float32
     assert loss.item() == causal_lm_loss(logits.float(), IDS).item()
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_S66_a_micro_batch_of_nothing_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(SampleError, match=r"batch\.input_ids: found shape .*, expected at least one row of"):
+        prepare_batch({"input_ids": torch.zeros(shape, dtype=torch.int64)})
+
+
+def test_S66_positions_that_would_be_others_in_int32_are_refused_by_row() -> None:
+    positions = torch.arange(LENGTH).repeat(ROWS, 1)
+    positions[1, 2] = 2**32
+    with pytest.raises(SampleError, match=r"row 1: batch\.position_ids: found 0 to 4294967296, expected positions"):
+        prepare_batch({"input_ids": IDS, "position_ids": positions})

@@ -257,3 +257,20 @@ def test_processor_is_read_from_a_directory_without_a_video_part(
     again = ImageTextProcessor.from_pretrained(tmp_path)
     found, wanted = (ConversationCollator(one)([ONE]) for one in (again, processor))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("name", ["video", "videos", "images", "audio"])
+def test_S62_media_that_would_be_left_out_are_refused_by_field(processor: ImageTextProcessor, name: str) -> None:
+    said = of(("human", "What is it?"), ("gpt", "A cat."))
+    collate = ConversationCollator(processor)
+    with pytest.raises(SampleError, match=rf"row 1: sample\.{name}: found a field that nothing is made of"):
+        collate([said, {**said, name: ["cat.mp4"]}])
+    assert collate([{**said, name: None}])["input_ids"].shape[0] == 1
+
+
+@pytest.mark.parametrize("options", [{"max_length": "5"}, {"max_length": 2.5}, {"image_folder": "no/such/folder"}])
+def test_a_collator_that_cannot_work_is_refused_when_it_is_made(
+    processor: ImageTextProcessor, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"collator\.{next(iter(options))}: found"):
+        ConversationCollator(processor, **options)

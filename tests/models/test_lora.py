@@ -23,8 +23,8 @@ from ds_ldt.errors import CheckpointError, ConfigError
 from ds_ldt.models import build_layers, count_targets, family_of, read_hf_config
 from ds_ldt.models.lora import AdapterPlan, lora_config, plan_adapters
 from ds_ldt.plan.trained_layers import gradient_boundaries, trained_layers
-from ds_ldt.runtime.dropout import Place
 from ds_ldt.runtime.dry_run import footprint_of
+from ds_ldt.runtime.rng import Place
 from ds_ldt.topology.layout import Layout
 from tests.conversion.models import save_model, tensors_of
 from tests.harness import GroupPool

@@ -39,6 +39,48 @@ def test_unknown_rope_scaling_is_refused_by_name() -> None:
         build_layers(config)
 
 
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 3}
+ROPE: dict[str, tuple[dict[str, Any], str]] = {
+    "infinite base": ({"rope_type": "default", "rope_theta": float("inf")}, "rope_theta: found inf, expected"),
+    "no base": ({"rope_type": "default", "rope_theta": None}, "rope_theta: found null, expected a number > 0"),
+    "factors of long texts": (
+        {**LONG, "long_factor": [1.0] * 99},
+        "long_factor: found 99 factors, expected 3, one for each frequency",
+    ),
+    "a factor is text": ({**LONG, "long_factor": ["1"] * 3}, 'long_factor: found ["1", "1", "1"], expected a list of'),
+    "bands the wrong way": (
+        {
+            **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64},
+            **{"low_freq_factor": 4.0, "high_freq_factor": 1.0},
+        },
+        "high_freq_factor: found 1.0, expected a number > low_freq_factor = 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("parameters, text", ROPE.values(), ids=ROPE)
+def test_S67_rotary_values_that_show_in_long_texts_are_refused_too(parameters: dict[str, Any], text: str) -> None:
+    config = tiny_config("llama")
+    config.rope_parameters = parameters
+    with pytest.raises(ConfigError) as raised:
+        build_layers(config)
+    assert f"model.rope_parameters.{text}" in str(raised.value)
+    build_layers(tiny_config("llama", rope_parameters={**LONG, "long_factor": [2.0] * 3}))
+
+
+def test_S64_code_that_comes_with_a_config_is_refused_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    settings = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "mine.py").write_text("raise SystemExit('the code ran')\n")
+    with pytest.raises(ConfigError, match="which transformers refuses: .*custom code"):
+        read_hf_config(tmp_path)
+    assert asked == []
+
+
 def test_all_problems_of_a_config_are_listed_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         build_layers(tiny_config("qwen3", quantization_config={"quant_method": "awq"}), attn_implementation="paged")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_S75_marks_and_line_ends_are_no_part_of_a_text(tmp_path: Path, content: 
         (b"\xfe\xff" + WORDS.encode("utf-16-be"), "begins with the mark of UTF-16"),
         (WORDS.encode("utf-32"), "begins with the mark of UTF-32"),
         ("plain".encode("utf-16-le"), "byte 1 is zero"),
-        (b"\x1f\x8b\x08\x00", "byte 1 is 0x8b"),
+        (b"\x1f\x8b\x08\x00", "is an archive, a document or a picture"),
         (b"", "holds no text (0 bytes)"),
         (b"\xef\xbb\xbf", "holds no text (3 bytes)"),
         (b" \n\t\n", "holds no text (4 bytes)"),
@@ -55,7 +56,7 @@ def test_S75_what_is_no_text_in_utf8_is_refused_with_file_and_place(
     message = str(raised.value)
     assert f'--text: found "{path}", which {found}' in message
     assert "Fix: " in message
-    assert ("iconv" in message) == ("holds no text" not in found)
+    assert ("iconv" in message) == ("holds no text" not in found and "archive" not in found)
 
 
 @pytest.mark.parametrize("name, found", [("", "Is a directory"), ("none.txt", "No such file"), ("a\0b", "null byte")])
@@ -89,3 +90,16 @@ def test_S64_a_directory_without_a_tokenizer_is_named(
     with pytest.raises(ConfigError) as raised:
         load_tokenizer(name, setting="--tokenizer")
     assert f'--tokenizer: found "{name}", which {found}' in str(raised.value)
+
+
+def test_S64_code_that_comes_with_a_tokenizer_is_refused_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "mine.py").write_text("raise SystemExit('the code ran')\n")
+    with pytest.raises(ConfigError, match="holds a tokenizer that transformers refuses: .*custom code"):
+        load_tokenizer(tmp_path)
+    assert asked == []

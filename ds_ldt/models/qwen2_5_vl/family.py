@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
 from ds_ldt.comm.wire import WireSchema, WireTensor
-from ds_ldt.config.modalities import TEXT, VISION
+from ds_ldt.config.layer_matrix import TEXT, VISION
 from ds_ldt.errors import ConfigProblem
 from ds_ldt.models.family import PADDING_MASK, ModelFamily, model_problem, tie_or_not
 from ds_ldt.models.qwen2_5_vl.batch import VisionBatches, shallow

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.bound import lower_bound
 from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.instructions import Op, Orders
@@ -39,7 +40,7 @@ from ds_ldt.plan.policies.in_flight import (
     slowest_forward,
 )
 from ds_ldt.plan.policies.split_backward import right_after
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 from ds_ldt.plan.size import for_search
 
 _LADDER = ((3.0, 1), (2.0, 0), (1.5, 0), (1.0, 0))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.costs import Costs, touches_edge
 from ds_ldt.plan.dependencies import incoming_boundary, journey
 from ds_ldt.plan.instructions import Compute, Op
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 Limits = tuple[int, ...]
 """For each physical stage, the most micro-batches of one domain that a rank may have in flight; at least 1 each."""

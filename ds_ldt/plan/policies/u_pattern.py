@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.instructions import Compute, Op, Order, Orders
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

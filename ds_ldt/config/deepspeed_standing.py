@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -34,6 +34,10 @@ class Value:
     expected: str
     example: Any
 
+    def described(self, expected: str, example: Any) -> Value:
+        """Return the same with other words and another example."""
+        return replace(self, expected=expected, example=example)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -42,7 +46,7 @@ class Setting:
     Attributes:
         standing: What ds_ldt does with it.
         why: The reason, for a setting that is not honoured; else what it does, where that needs saying.
-        accepts: Whether a value is accepted. Settings that are absent are not asked about.
+        accepts: Whether a value is accepted. Only for settings that are present.
         expected: What is accepted, in words.
         example: A value that is accepted; None where none is.
         fix: What to do about another value; None: write the example.
@@ -100,12 +104,12 @@ def whole(least: int, unit: str = "", *, most: int | None = None, example: int |
     )
 
 
-def number(least: float, meaning: str = "", *, example: float | None = None) -> Value:
-    """A number with what it means."""
+def number(least: float, *, most: float = sys.float_info.max) -> Value:
+    """A number within bounds."""
     return Value(
-        accepts=lambda value: is_number(value, least),
-        expected=f"{meaning + ', ' if meaning else ''}a number >= {least:g}",
-        example=least if example is None else example,
+        accepts=lambda value: is_number(value, least) and value <= most,
+        expected=f"a number >= {least:g}",
+        example=least,
     )
 
 
@@ -142,15 +146,15 @@ def or_null(value: Value) -> Value:
 
 def honoured(value: Value, why: str = "", *, fix: str | None = None) -> Setting:
     """A setting that does what DeepSpeed says it does."""
-    return _of_a_kind(Standing.HONOURED, value, why, fix)
+    return _standing(Standing.HONOURED, value, why, fix)
 
 
 def harmless(value: Value, why: str) -> Setting:
     """A setting that changes nothing here, for a reason."""
-    return _of_a_kind(Standing.HARMLESS, value, why, None)
+    return _standing(Standing.HARMLESS, value, why)
 
 
-def _of_a_kind(standing: Standing, value: Value, why: str, fix: str | None) -> Setting:
+def _standing(standing: Standing, value: Value, why: str, fix: str | None = None) -> Setting:
     return Setting(
         standing=standing,
         why=why,
@@ -186,17 +190,24 @@ def refused(why: str, *, fix: str = "remove it", expected: str = "no such key") 
     )
 
 
-def section(keys: Mapping[str, Setting], *, example: Mapping[str, Any] | None = None, why: str = "") -> Setting:
+def section(keys: Mapping[str, Setting], *, example: Mapping[str, Any] | None = None) -> Setting:
     """An object all of whose settings are known."""
-    return Setting(
-        standing=Standing.HONOURED,
-        why=why,
-        accepts=OBJECT.accepts,
-        expected=OBJECT.expected,
-        example=example or {},
-        fix=None,
-        keys=keys,
-    )
+    return replace(honoured(OBJECT.described(OBJECT.expected, example or {})), keys=keys)
+
+
+def no_offload(keys: Mapping[str, Setting]) -> Setting:
+    """An object that may be written as long as its "device" is "none"."""
+
+    def is_none(value: object) -> bool:
+        return value is None or (isinstance(value, Mapping) and value.get("device", "none") == "none")
+
+    value = Value(accepts=is_none, expected="no offload (it is not supported yet; allowed: null)", example=None)
+    return replace(honoured(value, "nothing is offloaded", fix="remove it"), keys=keys)
+
+
+def alike(setting: Setting, *names: str) -> dict[str, Setting]:
+    """The same for several names."""
+    return dict.fromkeys(names, setting)
 
 
 def flattened(keys: Mapping[str, Setting], prefix: str = "") -> dict[str, Setting]:

@@ -17,16 +17,23 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_ldt.config.deepspeed_settings import shards_optimizer
+from ds_ldt.config.messages import unknown_key
 from ds_ldt.config.schema import JobConfig
-from ds_ldt.config.spelling import unknown_key
 from ds_ldt.errors import Absent, ConfigProblem
 from ds_ldt.runtime.optimizer import ELEMENTWISE
-from ds_ldt.runtime.optimizer_rehearsal import optimizer_problem, scheduler_problem
-from ds_ldt.runtime.optimizer_signatures import named_parameters, value_problem, value_problems
+from ds_ldt.runtime.optimizer_arguments import (
+    named_parameters,
+    optimizer_problem,
+    required_parameters,
+    scheduler_problem,
+    value_problem,
+    value_problems,
+)
 
 # DeepSpeed's own switches among the parameters of Adam and AdamW, beside those of torch's or its own class.
 _ADAM = frozenset({"adam", "adamw"})
@@ -50,6 +57,11 @@ _FLAT = frozenset(name.lower() for name in ELEMENTWISE) | {"lion"}
 """Names in the JSON of optimizers that may be given slices of flattened parameters."""
 
 _SPARSE = frozenset({"SparseAdam"})
+_UNUSABLE = _SPARSE | {"LBFGS", "Muon"}
+_ADAM_CLASSES = {name: "Adam" for name in ("fusedadam", "cpuadam", "deepspeedcpuadam", "onebitadam", "zerooneadam")}
+"""Names in lower case of classes, and of optimizers that DeepSpeed had once -> the name to write."""
+_MADE_OF_OBJECTS = frozenset({"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau"})
+_CLOSE_NAMES = 0.7
 
 
 def recipe_problems(job: JobConfig) -> Iterator[ConfigProblem]:
@@ -71,9 +83,8 @@ def _optimizer_problems(name: str, params: Mapping[str, Any], *, flat: bool) -> 
     key, theirs = "optimizer.type", name.lower() in DEEPSPEED_OPTIMIZERS
     torch_names = _subclasses(torch.optim, torch.optim.Optimizer)
     if not theirs and name not in torch_names:
-        yield _unknown_name(
-            key, name, [*DEEPSPEED_OPTIMIZERS, *torch_names], "an optimizer of DeepSpeed or torch.optim"
-        )
+        known = [one for one in {**dict.fromkeys(torch_names), "Lamb": None, "Lion": None} if one not in _UNUSABLE]
+        yield _unknown_name(key, name, known, "an optimizer of DeepSpeed or torch.optim", also=_ADAM_CLASSES)
     elif name.lower() == "muon" and theirs:
         yield ConfigProblem(
             key=key,
@@ -133,6 +144,13 @@ def _values_problems(name: str, params: Mapping[str, Any]) -> Iterator[ConfigPro
         problems += _range_problems(params)
     if problems:
         yield from problems
+    elif lower in _ADAM and params.get("fp32_optimizer_states") is False:
+        yield ConfigProblem(
+            key="optimizer.params.fp32_optimizer_states",
+            found=False,
+            expected="true: moments are fp32, and DeepSpeed reads it where the optimizer is offloaded alone",
+            fix="remove it",
+        )
     elif lower == "adamw" and params.get("adam_w_mode") is False:
         yield ConfigProblem(
             key="optimizer.params.adam_w_mode",
@@ -150,6 +168,22 @@ def _values_problems(name: str, params: Mapping[str, Any]) -> Iterator[ConfigPro
     elif cls.__module__.startswith("torch"):
         problem = optimizer_problem(cls, params)
         yield from [] if problem is None else [problem]
+    else:
+        yield from _operator_problems(name, cls)
+
+
+def _operator_problems(name: str, cls: type) -> Iterator[ConfigProblem]:
+    """Yield that DeepSpeed has no operator of an optimizer of its own for the accelerator of this machine."""
+    accelerator = get_accelerator()
+    builder = accelerator.get_op_builder(f"{cls.__name__}Builder")
+    if builder is None or builder.__name__ == "NotImplementedBuilder":
+        yield ConfigProblem(
+            key="optimizer.type",
+            found=name,
+            expected=f"an optimizer that DeepSpeed can build for {accelerator.device_name()}, which it cannot for "
+            f"its {cls.__name__}",
+            fix='use e.g. "AdamW", or pass an optimizer of your own to ds_ldt.initialize',
+        )
 
 
 def _range_problems(params: Mapping[str, Any]) -> Iterator[ConfigProblem]:
@@ -195,7 +229,7 @@ def _scheduler_problems(name: str, params: Mapping[str, Any], trials: Sequence[A
     elif name in torch_names:
         cls = getattr(torch.optim.lr_scheduler, name)
     else:
-        known = [*lr_schedules.VALID_LR_SCHEDULES, *torch_names]
+        known = [one for one in (*lr_schedules.VALID_LR_SCHEDULES, *torch_names) if one not in _MADE_OF_OBJECTS]
         yield _unknown_name("scheduler.type", name, known, "a scheduler of DeepSpeed or torch.optim.lr_scheduler")
         return
     problems = list(_class_problems("scheduler", cls, params)) or list(value_problems("scheduler", cls, params))
@@ -215,15 +249,18 @@ def _scheduler_problems(name: str, params: Mapping[str, Any], trials: Sequence[A
     yield from problems
 
 
-def _unknown_name(key: str, name: str, known: Sequence[str], expected: str) -> ConfigProblem:
-    by_lower = {other.lower(): other for other in known}
-    near = [by_lower[other] for other in get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)]
+def _unknown_name(
+    key: str, name: str, known: Sequence[str], expected: str, *, also: Mapping[str, str] | None = None
+) -> ConfigProblem:
+    by_lower = {**{other.lower(): other for other in known}, **(also or {})}
+    cutoff = 0.6 if also is None else _CLOSE_NAMES  # names of optimizers all look alike
+    near = [by_lower[other] for other in get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)]
     fix = f'did you mean "{near[0]}"' if near else f"use one of {', '.join(known)}"
     return ConfigProblem(key=key, found=name, expected=expected, fix=fix)
 
 
 def _is_flat(settings: Mapping[str, Any]) -> bool:
-    """Whether the optimizer is given slices of flattened parameters that somebody has to vouch for."""
+    """Whether the optimizer is given slices of flattened parameters and has to be known to work with them."""
     if settings.get("zero_allow_untested_optimizer") is True:
         return False
     return shards_optimizer(settings)
@@ -244,7 +281,7 @@ _SUPPLIED = ("params", "optimizer")
 def _class_problems(
     section: str, cls: Any, params: Mapping[str, Any], *, also: frozenset[str] = frozenset()
 ) -> Iterator[ConfigProblem]:
-    wanted = [name for name, parameter in named_parameters(cls.step).items() if parameter.default is parameter.empty]
+    wanted = required_parameters(cls.step)
     if wanted:
         yield ConfigProblem(
             key=f"{section}.type",

@@ -1,9 +1,11 @@
 """Random numbers of the layers: what a layer draws in training depends on its place and not on how the model is split.
 
+Passes outside of training (:func:`evaluating`) leave random numbers, modes and buffers as they were.
+
 Before each layer of each micro-batch runs in training, the generators of CPU and accelerator are seeded from
 (base_seed, training step, domain, micro-batch, global index of the layer). So dropout masks are the same for every
 number of stages and chunks, every policy and number of edge replicas, after a resume, and when activation
-checkpointing runs the layer again. Seeding takes a few microseconds, so no layer is asked whether it draws at all.
+checkpointing runs the layer again. Seeding takes a few microseconds, so every layer is seeded.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +70,37 @@ def rng_untouched() -> Iterator[None]:
     finally:
         if device_state is not None:
             accelerator.set_rng_state(device_state)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Around forward passes: no gradients, eval mode; afterwards modes, buffers and RNG states are as before.
+
+    Args:
+        module: the module; layers may have been in train or eval mode each by itself.
+    """
+    modes = [(layer, layer.training) for layer in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad(), rng_untouched(), _buffers_untouched(module):
+            yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode
+
+
+@contextmanager
+def _buffers_untouched(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a module afterwards: running statistics, counters and whatever else a layer keeps."""
+    places = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, before in places:
+            owner._buffers[name] = buffer
+            buffer.copy_(before)
