@@ -110,7 +110,7 @@ def choose(edge: Survey, cloud: Survey, wanted: str | None) -> Choice | None:
         wanted: A tag, or None.
 
     Returns:
-        The choice; None if no tag is wanted and neither site holds any.
+        The choice; None if no tag is wanted, neither site holds any and neither has a file `latest`.
 
     Raises:
         CheckpointError: Both hold no whole checkpoint of that name, or neither says which is the latest.
@@ -123,9 +123,9 @@ def choose(edge: Survey, cloud: Survey, wanted: str | None) -> Choice | None:
     if wanted is not None:
         candidates = [wanted]
     else:
-        if not edge.tags and not cloud.tags:
-            return None
         candidates = [latest for latest in dict.fromkeys([edge.latest, cloud.latest]) if latest is not None]
+        if not edge.tags and not cloud.tags and not candidates:
+            return None
     found = [tag for tag in candidates if tag in whole]
     if not found:
         raise CheckpointError(_refusal(edge, cloud, candidates, wanted))

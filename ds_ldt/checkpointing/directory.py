@@ -11,12 +11,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from deepspeed.utils import logger
 
 from ds_ldt.checkpointing.choice import Held, Survey
-from ds_ldt.checkpointing.layer_files import write_text
+from ds_ldt.checkpointing.disk_space import writing
+from ds_ldt.checkpointing.layer_files import read_latest, write_text
 from ds_ldt.checkpointing.manifest import LATEST_FILE, CheckpointManifest, content_id, manifest_name, tag_problem
 from ds_ldt.errors import CheckpointError
 
@@ -49,6 +51,7 @@ class CheckpointDirectory:
         for left in self.root.glob(f".*.{self._site}.partial"):
             shutil.rmtree(left)
         self._put_back_unfinished()
+        self._check_place(tag)
         self.staging(tag).mkdir()
 
     def discard(self, tag: str) -> None:
@@ -75,7 +78,8 @@ class CheckpointDirectory:
         """Undo a commit, whole or begun, that the other site did not follow: an earlier save is in place again."""
         target, aside = self.root / manifest.tag, self.previous(manifest.tag)
         place = target / manifest_name(self._site)
-        if not place.is_file() or CheckpointManifest.read(target, self._site).save == manifest.save:
+        is_begun = target.is_dir() and not place.is_file()
+        if is_begun or (place.is_file() and CheckpointManifest.read(target, self._site).save == manifest.save):
             earlier = CheckpointManifest.read(aside, self._site).files if aside.is_dir() else {}
             if all((aside / name).is_file() for name in earlier):  # else they are in place yet, and the later ones not
                 place.unlink(missing_ok=True)
@@ -85,7 +89,7 @@ class CheckpointDirectory:
         shutil.rmtree(aside, ignore_errors=True)
         self._text_aside(place).unlink(missing_ok=True)
         self.discard(manifest.tag)
-        if target.is_dir() and not any(target.iterdir()):
+        with suppress(OSError):  # it holds what is the other site's, or that site was faster
             target.rmdir()
 
     def finish(self, tag: str) -> None:
@@ -95,6 +99,17 @@ class CheckpointDirectory:
     def point_latest(self, tag: str) -> None:
         """Let ``latest`` name a tag."""
         self._replace_text(self.root / LATEST_FILE, tag)
+
+    def _check_place(self, tag: str) -> None:
+        """Refuse what could not be put aside, before anything is written."""
+        target = self.root / tag
+        if (target / manifest_name(self._site)).is_file():
+            try:
+                CheckpointManifest.read(target, self._site)
+            except CheckpointError as error:
+                raise CheckpointError(f"what {target} holds is not overwritten: {error}, or remove it") from error
+        elif target.is_symlink() if not target.exists() else not target.is_dir():
+            raise CheckpointError(f"{target} is in the way: it is no directory. Fix: remove it, or save another tag")
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -107,9 +122,7 @@ class CheckpointDirectory:
             held = [one for one in saves if one is not None]
             if held:
                 tags[directory.name] = held
-        latest = self.root / LATEST_FILE
-        name = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
-        return Survey(latest=name, tags=tags)
+        return Survey(latest=read_latest(self.root), tags=tags)
 
     def settle(self, tag: str, save: str) -> None:
         """Leave one save of a tag in place, the one that both sites hold."""
@@ -147,6 +160,7 @@ class CheckpointDirectory:
             manifest.unlink()
             _remove(target, names)
         names = CheckpointManifest.read(aside, self._site).files
+        target.mkdir(exist_ok=True)
         _move([name for name in names if (aside / name).is_file()], aside, target)
         _move([manifest.name], aside, target)
         shutil.rmtree(aside)
@@ -167,8 +181,13 @@ class CheckpointDirectory:
 
     def _replace_text(self, path: Path, text: str) -> None:
         aside = self._text_aside(path)
-        write_text(aside, text)
-        os.replace(aside, path)
+        try:
+            with writing(path, len(text)):
+                write_text(aside, text)
+            os.replace(aside, path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
         _sync(path.parent)
 
 

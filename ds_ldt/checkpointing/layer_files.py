@@ -36,6 +36,7 @@ VERSION = 2
 
 State = dict[str, Tensor]
 
+_MAX_NAME_BYTES = 240
 _LAYER_FILE = re.compile(r"layer_(\d{2,})(?:-model_(\d{2,}))?-model_states\.pt")
 
 
@@ -288,14 +289,23 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
+def read_latest(directory: Path) -> str | None:
+    """Return the tag that `latest` names, None without that file; what somebody made of it may be no tag."""
+    path = directory / LATEST_FILE
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return file.read(_MAX_NAME_BYTES).decode("utf-8-sig", errors="replace").strip()
+
+
 def _latest_tag(directory: Path) -> str | None:
     """Return the tag that `latest` names where an engine has written checkpoints."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
     latest = directory / LATEST_FILE
-    if (directory / MANIFEST_FILE).is_file() or not latest.is_file():
+    tag = None if (directory / MANIFEST_FILE).is_file() else read_latest(directory)
+    if tag is None:
         return None
-    tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     if not tag or Path(tag).name != tag or not (directory / tag).is_dir():
         raise CheckpointError(f"{latest} names the tag {tag!r}, but there is no directory of that name beside it")
     return tag

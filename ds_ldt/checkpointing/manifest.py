@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,15 @@ from ds_ldt.errors import CheckpointError
 FORMAT = 2
 LATEST_FILE = "latest"
 MAX_TAG_BYTES = 100
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("site", "tag", "save", "saved_at"), str),
+    **dict.fromkeys(("global_steps", "data_parallel_size"), int),
+    **dict.fromkeys(("run", "files"), dict),
+    **dict.fromkeys(("model", "lora"), (dict, type(None))),
+    "pipeline_num_layers": (list, dict),
+    "frozen_excluded": bool,
+}
 
 
 def manifest_name(site: str) -> str:
@@ -97,6 +108,7 @@ class CheckpointManifest:
                     f"{path} has format {content['format']}, expected {FORMAT}: it was written by another version of "
                     "ds_ldt, and does not say what this one compares. Fix: export it with the version that wrote it"
                 )
+            _check_values(content, site)
             model, run = content["model"], content["run"]
             return cls(
                 run=RunIdentity(run=str(run["id"]), resumed_from=tuple(map(str, run["resumed_from"]))),
@@ -110,6 +122,23 @@ class CheckpointManifest:
             raise CheckpointError(f"{path} is damaged: {error!r}. Fix: copy it again, or load another tag") from error
 
 
+def _check_values(content: Mapping[str, Any], site: str) -> None:
+    """Check what a manifest says, which somebody may have edited.
+
+    Raises:
+        ValueError, TypeError: a value is none that this module has written.
+    """
+    for name, kind in _KINDS.items():
+        if not isinstance(content[name], kind):
+            raise TypeError(f"{name} is {content[name]!r}")
+    datetime.fromisoformat(content["saved_at"])
+    if content["site"] != site:
+        raise ValueError(f"it is that of the {content['site']}")
+    paths = [name for name in content["files"] if Path(name).name != name]
+    if paths:
+        raise ValueError(f"files holds {paths}")
+
+
 def content_id(path: Path) -> str:
     """Return an identity of the content of a file of ``torch.save``, without reading the content.
 
@@ -119,20 +148,46 @@ def content_id(path: Path) -> str:
         CheckpointError: it is missing, cut short or no such file.
     """
     hashed = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                name = entry.filename.partition("/")[2]
-                hashed.update(f"{name} {entry.CRC:08x} {entry.file_size}\n".encode())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except (OSError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is damaged: {error}. Fix: copy it again, or load another tag") from error
+    with _archive(path) as archive:
+        for entry in archive.infolist():
+            name = entry.filename.partition("/")[2]
+            hashed.update(f"{name} {entry.CRC:08x} {entry.file_size}\n".encode())
     return hashed.hexdigest()[:16]
 
 
-def check_content(directory: Path, files: Mapping[str, str], name: str) -> Path:
+def check_numbers(path: Path) -> None:
+    """Read a file of ``torch.save`` through and compare every tensor with its checksum, which torch does not do.
+
+    Raises:
+        CheckpointError: a number in it is not the one that was saved.
+    """
+    with _archive(path) as archive:
+        bad = archive.testzip()
+    if bad is not None:
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of {bad} is another. Fix: copy it again, or load another tag"
+        )
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Fix: copy it again, or load another tag") from error
+
+
+def check_content(directory: Path, files: Mapping[str, str], name: str, *, numbers: bool = True) -> Path:
     """Return the path of a file that a manifest names.
+
+    Args:
+        directory: of the tag.
+        files: name of each file -> identity of its content.
+        name: of the file.
+        numbers: read the file through as well, see :func:`check_numbers`.
 
     Raises:
         CheckpointError: it is missing, damaged, or is not the one that was saved.
@@ -144,6 +199,8 @@ def check_content(directory: Path, files: Mapping[str, str], name: str) -> Path:
             f"{path} is not the file that was saved with its manifest: content {found}, expected {files[name]}. "
             "Fix: copy the directory of the tag again, whole"
         )
+    if numbers:
+        check_numbers(path)
     return path
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_ldt.checkpointing.manifest import check_content
+from ds_ldt.checkpointing.manifest import check_content, check_numbers
 from ds_ldt.checkpointing.optimizer_states import ShardedStage
 from ds_ldt.errors import CheckpointError
 
@@ -77,7 +78,8 @@ class OptimizerFiles:
                 raise CheckpointError(
                     f"{self._directory} lacks the optimizer shards {sorted(missing)} of stage {stage}"
                 )
-            yield ShardedStage([self._read(names[replica])["optimizer"] for replica in range(len(names))])
+            shards = [self._read(names[replica], numbers=False)["optimizer"] for replica in range(len(names))]
+            yield ShardedStage(shards, before_reading=partial(self._check, names))
 
     def _stages(self) -> list[int]:
         return sorted(int(match[1]) for name in self._files if (match := _STAGE_FILE.fullmatch(name)) is not None)
@@ -85,7 +87,10 @@ class OptimizerFiles:
     def _in_order(self, stages: Iterable[int]) -> list[int]:
         return sorted(stages, key=lambda stage: (stage != self._stage, stage))
 
-    def _read(self, name: str) -> dict[str, Any]:
-        path = check_content(self._directory, self._files, name)
+    def _check(self, names: Mapping[int, str], replica: int) -> None:
+        check_numbers(self._directory / names[replica])
+
+    def _read(self, name: str, *, numbers: bool = True) -> dict[str, Any]:
+        path = check_content(self._directory, self._files, name, numbers=numbers)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return state

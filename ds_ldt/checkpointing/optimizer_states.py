@@ -12,9 +12,9 @@ its site what its own parameters need:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -147,10 +147,14 @@ class ShardedStage:
 
     Args:
         shards: what :meth:`ds_ldt.runtime.optimizer.LDTShardedOptimizer.shard` returned, in the order of the replicas.
+        before_reading: called with the number of a replica before numbers of its shard are read for the first time.
     """
 
-    def __init__(self, shards: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, shards: Sequence[Mapping[str, Any]], before_reading: Callable[[int], None] | None = None
+    ) -> None:
         self._shards = shards
+        self._check = cache(before_reading) if before_reading is not None else None
         self.names: list[list[tuple[Name, int]]] = [
             [((int(layer), str(name)), int(size)) for layer, name, size in members] for members in shards[0]["names"]
         ]
@@ -190,6 +194,8 @@ class ShardedStage:
         size = self.first["fp32_partitions"][group].numel()
         parts = []
         for replica in range(start // size, -(-stop // size)):
+            if self._check is not None:
+                self._check(replica)
             offset = replica * size
             parts.append(self._flat(replica, group, key)[max(start - offset, 0) : min(stop - offset, size)])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -290,7 +296,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _check_groups(places: Mapping[Name, tuple[int, int]], num_saved: int, num_here: int) -> None:

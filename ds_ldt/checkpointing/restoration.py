@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from ds_ldt.checkpointing import data_position
 from ds_ldt.checkpointing.layer_files import layer_file_name, read_layer, shape_problems
-from ds_ldt.checkpointing.manifest import CheckpointManifest, check_content, manifest_name
+from ds_ldt.checkpointing.manifest import CheckpointManifest, check_content, check_numbers, manifest_name
 from ds_ldt.checkpointing.optimizer_files import OptimizerFiles, stage_file
 from ds_ldt.checkpointing.optimizer_states import names_of, shard_for, whole_for
 from ds_ldt.checkpointing.trainer import Trainer
@@ -72,6 +72,7 @@ class Restoration:
         self._optimizer_state: dict[str, Any] | None = None
         self._position: data_position.Position | None = None
         self._before: dict[str, Any] = {}
+        self._replaced: list[tuple[Module, dict[str, Tensor]]] = []
 
     # -- read and check -----------------------------------------------------------------------------------------------
 
@@ -153,6 +154,8 @@ class Restoration:
             )
         if self._strict:
             check_content(self._directory, self._files, name)
+        else:
+            check_numbers(self._directory / name)
         self._layers[index] = {key: value for key, value in state.items() if key in expected}
 
     def _is_accepted(self, problem: str, layer: Module) -> bool:
@@ -182,7 +185,7 @@ class Restoration:
     # -- put in -------------------------------------------------------------------------------------------------------
 
     def put_what_can_be_undone(self) -> None:
-        """Put in what code of others takes, which may yet refuse it: optimizer, scheduler, position of the data."""
+        """Put in what code of others takes, which may refuse it: weights, optimizer, scheduler, position of data."""
         engine, state = self._engine, self.stage_state
         base = self._base_optimizer()
         if base is not None and self._optimizer_state is not None:
@@ -193,6 +196,10 @@ class Restoration:
             engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if self._position is not None:
             self._position.put()
+        for index, layer in engine.module.owned_layers().items():
+            if index in self._layers:  # what was read goes as what was there is kept: no more memory than before
+                self._replaced.append((layer, _tensors_of(layer)))
+                layer.load_state_dict(self._layers.pop(index), strict=False)
 
     def undo(self) -> None:
         """Take back what :meth:`put_what_can_be_undone` has put in, on a rank where it succeeded or failed."""
@@ -203,6 +210,8 @@ class Restoration:
             _try("scheduler", lambda: self._engine.lr_scheduler.load_state_dict(before["scheduler"]))
         if self._position is not None:
             _try("position of the data", self._position.take_back)
+        for layer, tensors in self._replaced:
+            _put_back(layer, tensors)
 
     def _base_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer that remembers something, inside the one that keeps master weights."""
@@ -213,11 +222,9 @@ class Restoration:
         return base
 
     def put_tensors(self) -> None:
-        """Put in weights and counters; that they fit was checked."""
+        """Put in master weights and counters; that they fit was checked."""
         engine = self._engine
-        for index, layer in engine.module.owned_layers().items():
-            if index in self._layers:
-                layer.load_state_dict(self._layers[index], strict=False)
+        self._replaced.clear()
         optimizer = real_optimizer(engine)
         if optimizer is not None and engine.using_sharded_optimizer:
             optimizer.refresh_fp32_params()
@@ -226,6 +233,19 @@ class Restoration:
         if self._with_position:
             for counter in COUNTERS:
                 setattr(engine, counter, self.stage_state[counter])
+
+
+def _tensors_of(layer: Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers of a layer, in main memory."""
+    named = (*layer.named_parameters(), *layer.named_buffers())
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+
+
+@torch.no_grad()
+def _put_back(layer: Module, tensors: dict[str, Tensor]) -> None:
+    """Give a layer what :func:`_tensors_of` returned, past any code of its own."""
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        tensor.copy_(tensors[name])
 
 
 def _try(what: str, action: Callable[[], object]) -> None:

@@ -12,12 +12,12 @@ To load, every rank reads and checks all that it needs; only when all ranks have
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ from ds_ldt.checkpointing.choice import Choice, Survey, choose, common_save
 from ds_ldt.checkpointing.directory import CheckpointDirectory
 from ds_ldt.checkpointing.disk_space import writing
 from ds_ldt.checkpointing.layer_files import layer_file_name
-from ds_ldt.checkpointing.manifest import CheckpointManifest, tag_problem
+from ds_ldt.checkpointing.manifest import MAX_TAG_BYTES, CheckpointManifest, tag_problem
 from ds_ldt.checkpointing.optimizer_files import shard_file, stage_file
 from ds_ldt.checkpointing.optimizer_states import names_of, whole_state
 from ds_ldt.checkpointing.restoration import COUNTERS, Restoration, real_optimizer
+from ds_ldt.checkpointing.saved_values import check_client_state, num_bytes, readable
 from ds_ldt.checkpointing.trainer import Trainer
 from ds_ldt.comm.collectives import MAX_TEXT_BYTES, bounded, exchange_text, ranks_where
 from ds_ldt.comm.identity import draw_identity
@@ -69,21 +70,23 @@ def save(
     name = str(tag if tag is not None else f"global_step{engine.global_steps}")
     place = CheckpointDirectory(Path(save_dir), engine.site)
     with bounded("save_checkpoint", engine.grid):
-        moment = _agree_on_save(engine, name)
+        moment = _agree_on_save(engine, name, save_latest=save_latest)
         what = f"write checkpoint {name!r} in {place.root}"
-        _together(engine, f"prepare {place.staging(name)}", lambda: place.prepare(name), leaders_only=True)
+        discard = partial(place.discard, name) if engine.grid.is_site_leader else None
+        prepare = f"prepare {place.staging(name)}"
+        _together(engine, prepare, lambda: place.prepare(name), leaders_only=True, undo=discard)
         _settle_tag(engine, place, name)
         _together(
             engine,
             what,
             lambda: _write_rank_files(engine, place.staging(name), client_state, exclude_frozen_parameters),
-            undo=lambda: place.discard(name) if engine.grid.is_site_leader else None,
+            undo=discard,
         )
         manifest = _manifest(engine, name, moment, frozen_excluded=exclude_frozen_parameters)
         _commit(engine, place, manifest)
+        _together(engine, f"finish checkpoint {name!r}", lambda: place.finish(name), leaders_only=True)
         if save_latest:
             _together(engine, f"point latest to {name!r}", lambda: place.point_latest(name), leaders_only=True)
-        _together(engine, f"finish checkpoint {name!r}", lambda: place.finish(name), leaders_only=True)
 
 
 def load(
@@ -115,8 +118,17 @@ def load(
             does not fit. On every rank all is as it was before.
     """
     place = CheckpointDirectory(Path(load_dir), engine.site)
+    wanted = None if tag is None else str(tag)
+    asked = {
+        "tag": wanted,
+        "load_module_strict": bool(strict),
+        "load_optimizer_states": bool(optimizer_states),
+        "load_lr_scheduler_states": bool(lr_scheduler_states),
+        "load_module_only": bool(module_only),
+    }
     with bounded("load_checkpoint", engine.grid):
-        choice = _choose(engine, place, tag)
+        _agree_on_call(engine, "load_checkpoint", asked)
+        choice = _choose(engine, place, wanted)
         if choice is None:
             logger.warning(f"load_checkpoint: neither site holds a checkpoint; this one has none in {place.root}")
             return None, None
@@ -158,7 +170,10 @@ def _together(
             failure = error
     failed = ranks_where(failure is not None, engine.grid)
     if failed and undo is not None:
-        undo()
+        try:
+            undo()
+        except Exception as error:  # what failed first is what has to be told
+            logger.error(f"ds_ldt: could not take back what was done to {what}: {type(error).__name__}: {error}")
     if failure is not None:
         told = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
         raise CheckpointError(f"rank {engine.global_rank} ({engine.site}) could not {what}: {told}") from failure
@@ -169,25 +184,43 @@ def _together(
         )
 
 
-def _agree_on_save(engine: Trainer, name: str) -> dict[str, str]:
+def _agree_on_save(engine: Trainer, name: str, *, save_latest: bool) -> dict[str, str]:
     """Let the first rank of the edge draw an identity for a save; every rank has to mean the same tag."""
     now = datetime.now(UTC).isoformat(timespec="microseconds")
-    mine = {"tag": name, "save": draw_identity(), "saved_at": now}
-    edge, cloud = (json.loads(text) for text in exchange_text(json.dumps(mine), engine.grid))
+    drawn = {"save": draw_identity(), "saved_at": now}
+    edge = _agree_on_call(engine, "save_checkpoint", {"tag": name, "save_latest": bool(save_latest)}, drawn)
+    return {key: edge[key] for key in drawn}
+
+
+def _agree_on_call(
+    engine: Trainer, call: str, arguments: Mapping[str, Any], drawn: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Check that every rank passes the same; return what the first rank of the edge passes and draws.
+
+    Otherwise one site would load or save another checkpoint than the other, or wait for it.
+    """
+    tag = arguments["tag"]
+    mine = {**arguments, "tag": tag if tag is None else tag[: MAX_TAG_BYTES + 1]}  # a longer one is refused
+    edge, cloud = (json.loads(text) for text in exchange_text(json.dumps({**mine, **(drawn or {})}), engine.grid))
 
     def check() -> None:
-        problem = tag_problem(name)
+        problem = tag_problem(tag) if tag is not None else None
         if problem is not None:
-            raise CheckpointError(f"tag {name!r}: {problem}. Fix: name the checkpoint by a plain name such as 'best'")
-        if edge["tag"] != cloud["tag"]:
             raise CheckpointError(
-                f"the edge saves tag {edge['tag']!r} and the cloud {cloud['tag']!r}. Fix: pass the same tag"
+                f"tag {mine['tag']!r}: {problem}. Fix: name the checkpoint by a plain name such as 'best'"
             )
-        if name != edge["tag"]:
-            raise CheckpointError(f"this rank saves tag {name!r}, others {edge['tag']!r}. Fix: pass the same tag")
+        for key, value in mine.items():
+            if edge[key] != cloud[key]:
+                raise CheckpointError(
+                    f"the edge passes {key} {edge[key]!r} and the cloud {cloud[key]!r}. Fix: pass the same {key}"
+                )
+            if value != edge[key]:
+                raise CheckpointError(
+                    f"this rank passes {key} {value!r}, others {edge[key]!r}. Fix: pass the same {key}"
+                )
 
-    _together(engine, "save_checkpoint", check)
-    return {"save": edge["save"], "saved_at": edge["saved_at"]}
+    _together(engine, call, check)
+    return dict(edge)
 
 
 def _surveys(engine: Trainer, place: CheckpointDirectory, wanted: str | None) -> tuple[Survey, Survey]:
@@ -210,7 +243,7 @@ def _settle_tag(engine: Trainer, place: CheckpointDirectory, tag: str) -> None:
 
 def _choose(engine: Trainer, place: CheckpointDirectory, wanted: str | None) -> Choice | None:
     edge, cloud = _surveys(engine, place, wanted)
-    choice = choose(edge, cloud, wanted)
+    choice = choose(edge, cloud, wanted)  # the same on every rank, an error too
     if choice is not None and choice.newer and wanted is None and engine.grid.is_site_leader:
         logger.warning(
             f"load_checkpoint: loading {choice.tag!r} (step {choice.held.step}), which latest names. Not loaded: "
@@ -226,11 +259,12 @@ def _choose(engine: Trainer, place: CheckpointDirectory, wanted: str | None) -> 
 def _write_rank_files(
     engine: Trainer, staging: Path, client_state: Mapping[str, Any], exclude_frozen_parameters: bool
 ) -> None:
-    _check_client_state(client_state)
-    grid, optimizer = engine.grid, real_optimizer(engine)
+    check_client_state(client_state, _RESERVED)
+    grid, optimizer, scheduler = engine.grid, real_optimizer(engine), engine.lr_scheduler
     names = names_of(engine.module.owned_layers())
     if optimizer is not None and engine.using_sharded_optimizer:
-        shard = {"optimizer": {**optimizer.shard(), "names": optimizer.named_sizes(names)}}
+        kept = readable(optimizer.shard(), optimizer.optimizer)
+        shard = {"optimizer": {**kept, "names": optimizer.named_sizes(names)}}
         is_bf16 = bool(engine.bfloat16_enabled())
         _write(shard, staging / shard_file(engine.stage_id, grid.data_parallel_id, is_bf16=is_bf16))
     position = data_position.position_of(engine)
@@ -243,32 +277,12 @@ def _write_rank_files(
     is_whole = optimizer is not None and not engine.using_sharded_optimizer
     state = {
         "module": None,
-        "optimizer": whole_state(optimizer, names) if is_whole else None,
-        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "optimizer": readable(whole_state(optimizer, names), optimizer) if is_whole else None,
+        "lr_scheduler": None if scheduler is None else readable(scheduler.state_dict(), scheduler),
         **{counter: getattr(engine, counter) for counter in COUNTERS},
         **client_state,
     }
     _write(state, staging / stage_file(engine.stage_id))
-
-
-def _check_client_state(client_state: Mapping[str, Any]) -> None:
-    """Refuse what could not be read back: by name, while the script that holds it is still running."""
-    if not isinstance(client_state, Mapping):
-        raise CheckpointError(f"client_state is of type {type(client_state).__name__}. Fix: pass a dictionary")
-    clash = [key for key in client_state if key in _RESERVED]
-    if clash:
-        raise CheckpointError(f"client_state holds {clash}, which name ds_ldt's own entries. Fix: rename them")
-    for key, value in client_state.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save({key: value}, buffer)
-            buffer.seek(0)
-            torch.load(buffer, weights_only=True)
-        except Exception as error:  # pickling runs code of the value's class, which may raise anything
-            raise CheckpointError(
-                f"client_state[{key!r}] is of type {type(value).__name__}, which could not be read back, as files are "
-                "read with weights_only=True. Fix: keep numbers, texts, tensors, and lists, tuples and dicts of them"
-            ) from error
 
 
 def _layer_state(layer: Module, exclude_frozen_parameters: bool) -> dict[str, Tensor]:
@@ -279,18 +293,10 @@ def _layer_state(layer: Module, exclude_frozen_parameters: bool) -> dict[str, Te
 
 def _write(state: Mapping[str, Any], path: Path) -> None:
     """Write a file durably."""
-    with writing(path, _num_bytes(state)), path.open("wb") as file:
+    with writing(path, num_bytes(state)), path.open("wb") as file:
         torch.save(dict(state), file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _num_bytes(value: Any) -> int:
-    """The bytes of the tensors in a state."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return sum(map(_num_bytes, items))
 
 
 # -- the commit -------------------------------------------------------------------------------------------------------
