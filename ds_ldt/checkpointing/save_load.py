@@ -210,13 +210,14 @@ def _agree_on_call(
                 f"tag {mine['tag']!r}: {problem}. Fix: name the checkpoint by a plain name such as 'best'"
             )
         for key, value in mine.items():
+            does = f"{call.removesuffix('_checkpoint')}s" if key == "tag" else "passes"
             if edge[key] != cloud[key]:
                 raise CheckpointError(
-                    f"the edge passes {key} {edge[key]!r} and the cloud {cloud[key]!r}. Fix: pass the same {key}"
+                    f"the edge {does} {key} {edge[key]!r} and the cloud {cloud[key]!r}. Fix: pass the same {key}"
                 )
             if value != edge[key]:
                 raise CheckpointError(
-                    f"this rank passes {key} {value!r}, others {edge[key]!r}. Fix: pass the same {key}"
+                    f"this rank {does} {key} {value!r}, others {edge[key]!r}. Fix: pass the same {key}"
                 )
 
     _together(engine, call, check)
