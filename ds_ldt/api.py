@@ -11,17 +11,18 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
 from deepspeed.utils.logging import print_dist
 
-from ds_ldt.config import JobConfig, load_config
-from ds_ldt.coverage import agree_on_arguments, agree_that_all_have_one, given_parameters
-from ds_ldt.engine import LDTPipelineEngine
+from ds_ldt.checkpointing.output_paths import check_together, output_paths_of
+from ds_ldt.comm.launch import prepare_environment
+from ds_ldt.config.rules import is_whole
+from ds_ldt.config.schema import JobConfig, load_config
 from ds_ldt.errors import Absent, ConfigError
-from ds_ldt.launch import prepare_environment
-from ds_ldt.module import LDTPipelineModule
-from ds_ldt.output_paths import check_together, output_paths_of
-from ds_ldt.parameters import count_parameters
-from ds_ldt.plan.hints import known_from_config, memory_warning
-from ds_ldt.rehearsal import steps_without_learning
-from ds_ldt.topology import RankMap
+from ds_ldt.plan.cost_file import known_from_config, memory_warning
+from ds_ldt.runtime.engine import LDTPipelineEngine
+from ds_ldt.runtime.initialize_checks import agree_on_arguments, agree_that_all_have_one, given_parameters
+from ds_ldt.runtime.module import LDTPipelineModule
+from ds_ldt.runtime.optimizer_arguments import steps_without_learning
+from ds_ldt.runtime.parameter_count import count_parameters
+from ds_ldt.topology.ranks import RankMap
 
 
 def initialize(
@@ -48,7 +49,7 @@ def initialize(
 
     Args:
         args: may carry ``deepspeed_config``, a path, in place of ``config``.
-        model: an :class:`~ds_ldt.module.LDTPipelineModule`.
+        model: an ``LDTPipelineModule``.
         optimizer: a ``torch.optim.Optimizer`` over this rank's parameters, or a callable that makes one of
             ``model_parameters``; it wins over the JSON. It holds all that is trained here, in groups as you like;
             frozen parameters may be among them.
@@ -75,7 +76,7 @@ def initialize(
             module's; some rank cannot write where the configuration says (``ldt.trace``, ``ldt.measured_costs``,
             tensorboard, csv_monitor), or was given an object that cannot be what it is passed for.
         LinkError: a rank did not call it within ``ldt.timeout_s``; it is named. Ranks that prepare their data are
-            waited for longer (see :func:`ds_ldt.preparing_data`).
+            waited for longer (see ``ds_ldt.preparing_data``).
     """
     _refuse(
         distributed_port=distributed_port,
@@ -194,7 +195,7 @@ def _say_steps_without_learning(engine: LDTPipelineEngine) -> None:
 
 def _check_whole_numbers(**values: Any) -> None:
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not is_whole(value, 0):
             raise ConfigError.of(name, found=value, expected="a whole number >= 0", fix=f"write e.g. {name}=2")
 
 

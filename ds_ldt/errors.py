@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
-
-if TYPE_CHECKING:
-    from ds_ldt.waits import Wait
+from typing import Any, ClassVar
 
 _SHOWN_CHARACTERS = 120
 
@@ -29,14 +26,14 @@ class LinkError(LDTError, RuntimeError):
     """A message did not come, came malformed, or its peer is gone.
 
     Attributes:
-        wait: The wait that failed, until the other ranks have been asked about theirs; None if there is none to ask
-            about.
+        wait: The `ds_ldt.comm.waits.Wait` that failed, until the other ranks have been asked about theirs; None if
+            there is none to ask about.
     """
 
-    wait: Wait | None = None
+    wait: Any = None
 
     @classmethod
-    def of(cls, wait: Wait, text: str) -> LinkError:
+    def of(cls, wait: Any, text: str) -> LinkError:
         """Build the error for a wait that failed."""
         error = cls(text)
         error.wait = wait
@@ -191,6 +188,12 @@ def cause_of(error: Exception) -> str:
     except Exception:  # noqa: BLE001 - an error of a library may fail at its own text, which must not hide the sample
         said = ""
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def enumerated(items: Sequence[object], *, most: int | None = None) -> str:
+    """Return e.g. `a, b, c`, or with ``most=2`` `a, b and 1 more`."""
+    named = ", ".join(map(str, items[:most]))
+    return named if most is None or len(items) <= most else f"{named} and {len(items) - most} more"
 
 
 def shown(value: object) -> str:

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, default_collate
 from tqdm import tqdm
 
 import ds_ldt
-from ds_ldt.arguments import at_least
+from ds_ldt.cli.arguments import at_least
 
 
 class Blocks(Dataset[dict[str, Tensor]]):
@@ -41,7 +41,7 @@ class Blocks(Dataset[dict[str, Tensor]]):
 
 def read_rows(option: str, path: Path | None, args: argparse.Namespace, *, needed: int) -> Tensor:
     """Return a text as token ids (N, sequence length), of which there have to be so many rows. Edge only."""
-    from ds_ldt.models.texts import load_tokenizer, read_text
+    from ds_ldt.data.texts import load_tokenizer, read_text
 
     tokenizer = load_tokenizer(args.tokenizer or args.model, setting="--tokenizer", allow_download=args.allow_download)
     if path is None:

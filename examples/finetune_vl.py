@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import Qwen2_5_VLConfig
 
 import ds_ldt
-from ds_ldt.arguments import at_least
+from ds_ldt.cli.arguments import at_least
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -106,7 +106,7 @@ def byte_processor(image_size: int) -> Any:
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    from ds_ldt.models.conversations import ImageTextProcessor
+    from ds_ldt.data.conversations import ImageTextProcessor
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -206,7 +206,7 @@ def finetune(args: argparse.Namespace) -> dict[str, Any]:
     job = ds_ldt.load_config(args.config)
     training = held_out = collate = None
     if ds_ldt.site_of_this_rank(job) == "edge":  # the cloud has neither photographs nor a tokenizer
-        from ds_ldt.models.conversations import ConversationCollator
+        from ds_ldt.data.conversations import ConversationCollator
 
         with ds_ldt.preparing_data(job):  # with more data the cloud would wait for as long as it takes
             collate = ConversationCollator(byte_processor(args.image_size))

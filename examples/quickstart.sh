@@ -140,6 +140,6 @@ What you have now (after $(($(date +%s) - begin)) s):
 What to do next:
   your own model and text:  bash examples/quickstart.sh --model DIR --text FILE --steps 100
   your own script:          copy examples/finetune.py
-  two real machines:        bash examples/run_edge.sh --help, and README.md on what the cloud can and cannot see
+  two real machines:        bash examples/run_edge.sh --help, and docs/privacy.md on what the cloud can and cannot see
   run every test:           bash tests/run.sh
 EOF

@@ -73,7 +73,7 @@ def generate(args: argparse.Namespace) -> None:
     """Load what was trained the usual way and print how it goes on with a prompt."""
     from transformers import AutoModelForCausalLM
 
-    from ds_ldt.models.texts import load_tokenizer
+    from ds_ldt.data.texts import load_tokenizer
 
     for directory, name in ((args.model, "config.json"), (args.adapter, "adapter_config.json")):
         if directory is not None and not (directory / name).is_file():  # what is not here is taken for a hub's name

@@ -19,12 +19,15 @@ check() {
 check ruff check .
 check ruff format --check .
 spelled=()
-for path in ds_ldt checkpoint ds_configs examples tests docs .ci ./*.md setup.cfg pyproject.toml; do
+for path in ds_ldt checkpoint ds_configs examples tests docs .ci ./*.md setup.cfg pyproject.toml mkdocs.yml; do
     if [ -e "$path" ]; then spelled+=("$path"); fi
 done
 check codespell "${spelled[@]}"
 check lint-imports
 check mypy
+site="$(mktemp -d)"
+trap 'rm -rf "$site"' EXIT
+NO_MKDOCS_2_WARNING=1 check mkdocs build --strict --quiet --site-dir "$site"
 if [ "${#failed[@]}" -gt 0 ]; then
     printf '[lint] failed: %s\n' "$(IFS=,; printf '%s' "${failed[*]}")" >&2
     exit 1

@@ -9,7 +9,7 @@ import time
 from typing import Any
 from unittest import mock
 
-from ds_ldt import cli
+from ds_ldt.cli import main as cli
 
 SITES = ("edge", "cloud")
 
@@ -36,7 +36,7 @@ def command(config: str, arguments: list[str], changes: dict[int, list[str]]) ->
 
 def cloud_goes_away_while_the_link_is_measured(config: str, port: int) -> tuple[int, str, str, float]:
     """The cloud's part of the measuring fails once gloo has connected the sites."""
-    from ds_ldt import site_check
+    from ds_ldt.cli import site_check
 
     failing = mock.patch.object(site_check, "answer_probe", side_effect=RuntimeError("told to"))
     with failing if os.environ["RANK"] == "1" else contextlib.nullcontext():
@@ -45,10 +45,10 @@ def cloud_goes_away_while_the_link_is_measured(config: str, port: int) -> tuple[
 
 def other_version_in_the_cloud(config: str, port: int) -> Any:
     """The cloud tells another version of deepspeed: what `check_sites` finds."""
-    from ds_ldt.config import load_config
-    from ds_ldt.layout import Layout
+    from ds_ldt.cli.site_check import Meeting, check_sites, facts_of
+    from ds_ldt.config.schema import load_config
     from ds_ldt.plan import PipelineShape, build_plan
-    from ds_ldt.site_check import Meeting, check_sites, facts_of
+    from ds_ldt.topology.layout import Layout
 
     job = load_config(config)
     shape = PipelineShape.from_layout(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ds_ldt.checkpoint_choice import Held, Survey, choose, common_save
+from ds_ldt.checkpointing.choice import Held, Survey, choose, common_save
 from ds_ldt.errors import CheckpointError
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ldt import checkpoint_directory
-from ds_ldt.checkpoint_directory import CheckpointDirectory
-from ds_ldt.checkpoint_manifest import CheckpointManifest, check_content, content_id, manifest_name, tag_problem
+from ds_ldt.checkpointing import directory as checkpoint_directory
+from ds_ldt.checkpointing.directory import CheckpointDirectory
+from ds_ldt.checkpointing.manifest import CheckpointManifest, check_content, content_id, manifest_name, tag_problem
+from ds_ldt.comm.identity import ModelFingerprint, RunIdentity
 from ds_ldt.errors import CheckpointError
-from ds_ldt.identity import ModelFingerprint, RunIdentity
 
 MANIFEST = CheckpointManifest(
     site="edge",

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from ds_ldt import cli
-from ds_ldt.config import load_config
+from ds_ldt.cli import main as cli
+from ds_ldt.config.schema import load_config
 from ds_ldt.errors import ConfigError
-from ds_ldt.layout import Layout
 from ds_ldt.plan import Compute, PipelineShape, lower, validate
-from ds_ldt.plan.hints import costs_document, known_from_config, known_from_file
-from ds_ldt.plan.trace import trace_document
+from ds_ldt.plan.chrome_trace import trace_document
+from ds_ldt.plan.cost_file import costs_document, known_from_config, known_from_file
+from ds_ldt.topology.layout import Layout
 from tests.plan.shapes import full_shape
 
 ROOT = Path(__file__).parent.parent
@@ -222,7 +222,7 @@ def test_empty_edge_cells_are_planned_where_they_are_allowed(run: Answers, confi
 def test_neither_command_needs_torch(config: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     script = (
-        "import sys; from ds_ldt import cli\n"
+        "import sys; from ds_ldt.cli import main as cli\n"
         f"assert cli.main(['plan', {config!r}]) == 0\n"
         f"assert cli.main(['draw', {config!r}, '-o', {str(tmp_path / 'plan.svg')!r}]) == 0\n"
         "heavy = {'torch', 'deepspeed', 'transformers'} & set(sys.modules)\n"
@@ -231,10 +231,27 @@ def test_neither_command_needs_torch(config: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, capture_output=True)
 
 
+def test_help_names_every_command_and_needs_no_torch() -> None:
+    script = (
+        "import contextlib, sys; from ds_ldt.cli import main as cli\n"
+        "for name in ([], *([name] for name in cli.COMMANDS)):\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        cli.main([*name, '--help'])\n"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], check=True, timeout=120, capture_output=True, text=True)
+    for name, command in cli.COMMANDS.items():
+        assert f"usage: ds-ldt {name} " in ran.stdout
+        assert command.__doc__ is not None
+        assert f"    ds-ldt {name} " in command.__doc__
+        assert command.__doc__.strip() in ran.stdout
+
+
 def test_the_module_and_the_console_script_are_the_same_program(config: str) -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    assert setup["options.entry_points"]["console_scripts"].strip() == "ds-ldt = ds_ldt.cli:main"
+    assert setup["options.entry_points"]["console_scripts"].strip() == "ds-ldt = ds_ldt.cli.main:main"
     ran = subprocess.run(
         [sys.executable, "-m", "ds_ldt.cli", "plan", config, "--json"],
         check=True,

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from ds_ldt.config import JobConfig, LDTConfig, load_config
-from ds_ldt.deepspeed_keys import BATCH_KEYS, TABLE
+from ds_ldt.config.deepspeed_keys import BATCH_KEYS, TABLE
+from ds_ldt.config.deepspeed_standing import flattened
+from ds_ldt.config.schema import JobConfig, LDTConfig, load_config
 from ds_ldt.errors import ConfigError, LDTError
-from ds_ldt.rules import flattened
 from tests.bad_configs import ABSENT, BAD_CONFIGS, GOOD_CONFIG, changed
 
 

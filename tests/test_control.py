@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_ldt.announcement import (
+from ds_ldt.comm.step_header import (
     ANNOUNCEMENT_SIZE,
     MAX_TENSORS,
     Announcement,
@@ -22,8 +22,8 @@ from ds_ldt.announcement import (
     encode,
     short_fingerprint,
 )
+from ds_ldt.comm.wire import MAX_DIMENSIONS, WIRE_DTYPES, Signature, TensorSignature
 from ds_ldt.errors import LinkError
-from ds_ldt.wire import MAX_DIMENSIONS, WIRE_DTYPES, Signature, TensorSignature
 from tests.harness import GroupPool
 
 CASES = "tests.transport.control_cases"

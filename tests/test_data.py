@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ds_ldt.data import TrainingData, build_training_data
+from ds_ldt.data.sampling import TrainingData, build_training_data
 from ds_ldt.errors import ConfigError
 
 

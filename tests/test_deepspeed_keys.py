@@ -13,10 +13,10 @@ from deepspeed.runtime import config as runtime_config
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from ds_ldt.config import LDT_PATHS, load_config
-from ds_ldt.deepspeed_keys import BATCH_KEYS, TABLE
+from ds_ldt.config.deepspeed_keys import BATCH_KEYS, TABLE
+from ds_ldt.config.deepspeed_standing import ANYTHING, Setting, Standing, flattened
+from ds_ldt.config.schema import LDT_PATHS, load_config
 from ds_ldt.errors import ConfigError
-from ds_ldt.rules import ANYTHING, Setting, Standing, flattened
 from tests import deepspeed_sources
 from tests.bad_configs import BAD_CONFIGS, changed
 

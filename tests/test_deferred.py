@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ds_ldt.deferred import WeightLedger
+from ds_ldt.runtime.weight_gradients import WeightLedger
 
 Net = Callable[[Tensor], Tensor]
 

@@ -11,12 +11,12 @@ import pytest
 
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan import Compute, Costs, PipelineShape, Span, Timeline, build_plan, simulate
+from ds_ldt.plan.chrome_trace import read_trace, trace_document
 from ds_ldt.plan.compare import differences
-from ds_ldt.plan.trace import read_trace, trace_document
 from tests.plan.shapes import full_shape, split
 
 pytest.importorskip("matplotlib")
-from ds_ldt.draw import colour_of, draw_timeline  # noqa: E402
+from ds_ldt.cli.picture import colour_of, draw_timeline  # noqa: E402
 
 SHAPE = full_shape(4, 2, m=16, d=2)
 

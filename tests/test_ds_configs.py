@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ds_ldt.config import JobConfig, load_config
+from ds_ldt.config.schema import JobConfig, load_config
 from ds_ldt.errors import ConfigError
-from ds_ldt.layout import Layout
 from ds_ldt.plan import PipelineShape, build_plan
-from ds_ldt.topology import RankMap
+from ds_ldt.topology.layout import Layout
+from ds_ldt.topology.ranks import RankMap
 
 FOLDER = Path(__file__).parent.parent / "ds_configs"
 SMOLLM2_LAYERS = 30

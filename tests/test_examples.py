@@ -447,7 +447,7 @@ def test_lora_example_leaves_the_base_alone_and_an_adapter_that_loads(tiny_model
 
 DYING = """
 import os, runpy
-from ds_ldt.engine import LDTPipelineEngine
+from ds_ldt.runtime.engine import LDTPipelineEngine
 train_batch, calls = LDTPipelineEngine.train_batch, []
 def dies_at_the_second_step(self, *args):
     calls.append(1)

@@ -170,11 +170,11 @@ from argparse import Namespace
 from pathlib import Path
 import torch
 import ds_ldt
-from ds_ldt.conversion import convert_to_layers
-from ds_ldt.conversion.adapter import merge_adapter
-from ds_ldt.models.conversations import ImageTextProcessor
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.adapter import merge_adapter
+from ds_ldt.data.conversations import ImageTextProcessor
 from ds_ldt.models.registry import read_hf_config
-from ds_ldt.models.texts import load_tokenizer
+from ds_ldt.data.texts import load_tokenizer
 from examples import finetune, finetune_vl, quickstart_steps
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM

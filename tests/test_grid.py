@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
-from ds_ldt.grid import LDTPipelineGrid, LDTTopology
-from ds_ldt.topology import RankMap
+from ds_ldt.comm.grid import LDTPipelineGrid, LDTTopology
+from ds_ldt.topology.ranks import RankMap
 
 
 def topology(num_stages: int, replicas: int, domains: int, tensor: int = 1) -> LDTTopology:

@@ -8,9 +8,17 @@ import sys
 import pytest
 
 import ds_ldt
+from tests.harness import ROOT
 
 HEAVY = ("torch", "deepspeed", "transformers")
-PURE = ("ds_ldt", "ds_ldt.config", "ds_ldt.errors", "ds_ldt.layout", "ds_ldt.topology", "ds_ldt.plan")
+PURE = (
+    "ds_ldt",
+    "ds_ldt.config.schema",
+    "ds_ldt.errors",
+    "ds_ldt.topology.layout",
+    "ds_ldt.topology.ranks",
+    "ds_ldt.plan",
+)
 
 
 def loaded_by(statement: str) -> list[str]:
@@ -41,6 +49,34 @@ def test_public_names_exist(name: str) -> None:
     assert getattr(value, "__name__", name).rpartition(".")[2] == name
     assert name in dir(ds_ldt)
     assert getattr(ds_ldt, name) is value
+
+
+FIRST = """
+import os, sys
+import ds_ldt.api, ds_ldt.models.qwen2_5_vl  # with all that they need from elsewhere, which stays
+for name in [name for name in sys.modules if name.partition(".")[0] == "ds_ldt"]:
+    del sys.modules[name]
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            __import__(name)
+        except BaseException as error:
+            sys.stdout.write(f"{name}: {error!r}\\n")
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_any_module_may_be_the_first_that_is_imported() -> None:
+    paths = [path.relative_to(ROOT) for path in sorted((ROOT / "ds_ldt").rglob("*.py"))]
+    names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    ran = subprocess.run(
+        [sys.executable, "-c", FIRST, *names], capture_output=True, text=True, check=True, timeout=240
+    )
+    assert len(names) > 100
+    assert [line for line in ran.stdout.splitlines() if line.startswith("ds_ldt.")] == []
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_ldt import build_locks, launch
+from ds_ldt.comm import launch
+from ds_ldt.comm import operator_builds as build_locks
 from ds_ldt.errors import ConfigError
 from tests.harness import free_port
 
@@ -235,7 +236,7 @@ def test_operators_that_an_optimizer_needs(optimizer: object, ops: set[str]) -> 
 
 START = """
     import sys
-    from ds_ldt.launch import init_distributed
+    from ds_ldt.comm.launch import init_distributed
     from ds_ldt.errors import LDTError
     try:
         who = init_distributed(float(sys.argv[1]))

@@ -92,4 +92,4 @@ def test_S74_a_signal_to_the_scripts_of_a_site_ends_every_rank_and_one_to_the_ba
         assert sites[name].process.wait(timeout=60) == status, name
         assert wait_until(lambda name=name: sites[name].alive() == [], 10), name  # type: ignore[misc]
     assert sites["bare"].process.wait(timeout=60) != 0
-    assert len(sites["bare"].alive()) == 4, "DeepSpeed ends its ranks by now: the README says otherwise"
+    assert len(sites["bare"].alive()) == 4, "DeepSpeed ends its ranks by now: docs/two-sites.md says otherwise"

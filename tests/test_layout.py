@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ldt.errors import ConfigError
-from ds_ldt.layout import Layout
+from ds_ldt.topology.layout import Layout
 
 
 def cells(layout: Layout) -> list[tuple[int, int, int, int]]:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ldt import link_probe
-from ds_ldt.link_probe import Line, answer_probe, probe
+from ds_ldt.comm import link_probe
+from ds_ldt.comm.link_probe import Line, answer_probe, probe
 
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ldt.errors import ConfigError
-from ds_ldt.layout import Layout
+from ds_ldt.topology.layout import Layout
 from tests.test_layout import cells
 
 ISSUE_LAYOUT = {

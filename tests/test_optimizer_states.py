@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ds_ldt.checkpointing.optimizer_states import ShardedStage, names_of, shard_for, whole_for, whole_state
 from ds_ldt.errors import CheckpointError
-from ds_ldt.optimizer_states import ShardedStage, names_of, shard_for, whole_for, whole_state
 
 Members = list[tuple[tuple[int, str], int]]
 

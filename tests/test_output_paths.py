@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_ldt.config import load_config
-from ds_ldt.output_paths import OutputPath, output_paths_of, why_not_writable
+from ds_ldt.checkpointing.output_paths import OutputPath, output_paths_of, why_not_writable
+from ds_ldt.config.schema import load_config
 from tests.disks import fill, small_disk
 from tests.engine.cases import config, layout
 

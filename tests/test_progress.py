@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from ds_ldt.cli.progress import Progress
 from ds_ldt.plan import Costs
 from ds_ldt.plan.report import phases_of, report_on
-from ds_ldt.progress import Progress
 from tests.plan.shapes import full_shape
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from ds_ldt.reach import claim, greet, reason, wait_for_store, within
+from ds_ldt.comm.reach import claim, greet, reason, wait_for_store, within
 from tests.harness import free_port
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_ldt.recent import Recent
+from ds_ldt.plan.recent import Recent
 
 
 def test_the_answer_asked_for_longest_ago_goes_first() -> None:

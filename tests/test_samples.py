@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from ds_ldt.data import TrainingData
+from ds_ldt.data.samples import SampleReader
+from ds_ldt.data.sampling import TrainingData
 from ds_ldt.errors import ConfigError, SampleError
-from ds_ldt.micro_batches import MicroBatchReader
-from ds_ldt.samples import SampleReader
+from ds_ldt.runtime.micro_batches import MicroBatchReader
 
 BAD = 5
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from ds_ldt import cli
+from ds_ldt.cli import main as cli
+from ds_ldt.cli.site_check import first_difference
+from ds_ldt.comm.site_report import MeasuredLink, SiteFacts, SiteReport, advice, read_facts, suggested_hints
 from ds_ldt.errors import LinkError
-from ds_ldt.site_check import first_difference
-from ds_ldt.site_report import MeasuredLink, SiteFacts, SiteReport, advice, read_facts, suggested_hints
 from tests.harness import ROOT, GroupSession, free_port
 
 CONFIG = {
@@ -156,7 +156,17 @@ def test_S60_nobody_there_ends_the_command_in_time_with_status_1_and_without_an_
     """At this port something takes connections and keeps quiet, which torch waits for without a bound."""
     with socket.create_server(("127.0.0.1", 0)) as quiet:
         port = free_port() if site == "edge" else quiet.getsockname()[1]
-        command = [sys.executable, "-m", "ds_ldt.cli", "check", config, "--site", site, "--master_port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "ds_ldt.cli",
+            "check",
+            config,
+            "--site",
+            site,
+            "--master_port",
+            str(port),
+        ]
         begin = time.monotonic()
         done = subprocess.run(
             [*command, "--timeout_s", "2"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ds_ldt.checkpointing.disk_space import check_free, free_bytes, writing
 from ds_ldt.errors import CheckpointError
-from ds_ldt.storage import check_free, free_bytes, writing
 from tests.disks import largest_file, small_disk
 
 LARGE = torch.zeros(1 << 18)

@@ -10,10 +10,10 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelD
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ldt.config import load_config
+from ds_ldt.config.schema import load_config
 from ds_ldt.errors import ConfigError
-from ds_ldt.layout import Layout
-from ds_ldt.topology import Coord, RankMap
+from ds_ldt.topology.layout import Layout
+from ds_ldt.topology.ranks import Coord, RankMap
 from tests.bad_configs import changed
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig
 
-from ds_ldt.config import LDTConfig
-from ds_ldt.layout import Layout
-from ds_ldt.lora import plan_adapters
-from ds_ldt.lora_settings import LoraSettings
+from ds_ldt.config.lora import LoraSettings
+from ds_ldt.config.schema import LDTConfig
 from ds_ldt.models import build_layers, family_of
+from ds_ldt.models.lora import plan_adapters
 from ds_ldt.models.registry import checked_config, layout_of
-from ds_ldt.trained import describe_layers, gradient_boundaries, trained_layers
+from ds_ldt.plan.trained_layers import describe_layers, gradient_boundaries, trained_layers
+from ds_ldt.topology.layout import Layout
 from tests.models.tiny import tiny_config
 from tests.models.tiny_vl import tiny_vl_config
 

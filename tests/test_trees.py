@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from transformers import BatchEncoding, BatchFeature, DataCollatorWithPadding, default_data_collator
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-from ds_ldt.trees import map_tensors, tensors_in, to_device
+from ds_ldt.data.containers import map_tensors, tensors_in, to_device
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", ["first", "second"])

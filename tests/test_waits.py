@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ldt.waits import Wait, explain, judge, read_waits
+from ds_ldt.comm.waits import Wait, explain, judge, read_waits
 
 
 def wait(rank: int, *peers: int, closed: bool = False) -> Wait:

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ldt.errors import ConfigError, LinkError, PrivacyError
-from ds_ldt.wire import (
+from ds_ldt.comm.wire import (
     DEFAULT_SCHEMA,
     FLOAT_DTYPES,
     WIRE_DTYPES,
@@ -21,6 +20,7 @@ from ds_ldt.wire import (
     gradient_signature,
     signature_of,
 )
+from ds_ldt.errors import ConfigError, LinkError, PrivacyError
 
 HIDDEN = WireTensor(
     name="hidden_states", dtype="float", ndim=3, max_numel=1000, gradient=True, reveals="the text, to who inverts it"

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
-from ds_ldt.layout import Layout, VirtualStage
 from ds_ldt.plan import Costs, Op, PipelineShape, Plan, Span, Timeline, build_plan, simulate
+from ds_ldt.topology.layout import Layout, VirtualStage
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -5,13 +5,18 @@ One place per family says what its layers are, how its weights are named and wha
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ds_ldt.models.batch import count_targets, prepare_batch
 from ds_ldt.models.causal_lm import causal_lm_loss
 from ds_ldt.models.families import FAMILIES
 from ds_ldt.models.family import ModelFamily
-from ds_ldt.models.keys import NUM_LEADING, NUM_TRAILING, KeyMap
-from ds_ldt.models.pretrained import from_pretrained
 from ds_ldt.models.registry import build_layers, checked_config, family_of, read_hf_config
+from ds_ldt.models.weight_names import NUM_LEADING, NUM_TRAILING, KeyMap
+
+if TYPE_CHECKING:
+    from ds_ldt.runtime.pretrained import from_pretrained
 
 __all__ = [
     "FAMILIES",
@@ -28,3 +33,10 @@ __all__ = [
     "prepare_batch",
     "read_hf_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `from_pretrained` on first use: it builds a module of the runtime, which imports this package."""
+    if name == "from_pretrained":
+        return import_module("ds_ldt.runtime.pretrained").from_pretrained
+    raise AttributeError(f"module 'ds_ldt.models' has no attribute '{name}'")

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ds_ldt.config.rules import is_whole
 from ds_ldt.errors import Absent, ConfigProblem
 from ds_ldt.models.family import ModelFamily, model_problem
 
@@ -136,7 +137,7 @@ def _size_problems(text: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     for name in (*_SIZES, *_SIZES_OR_NULL):
         if name not in text or (text[name] is None and name in _SIZES_OR_NULL):
             continue
-        if not _is_whole(text[name]) or text[name] < 1:
+        if not is_whole(text[name], 1):
             yield model_problem(name, text[name], "a whole number >= 1", _CORRECT)
 
 
@@ -159,17 +160,13 @@ def _padding_problems(text: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     padding, size = text.get("pad_token_id"), text.get("vocab_size")
     if padding is None or size is None:
         return
-    if not _is_whole(padding) or not -size <= padding < size:
+    if not is_whole(padding, -size) or padding >= size:
         yield model_problem(
             "pad_token_id",
             padding,
             f"a token of the vocabulary, 0 to {size - 1} (vocab_size = {size}), or null",
             "set it to null where nothing is padded, or to a token that the model has",
         )
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

@@ -12,14 +12,14 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ds_ldt.comm.wire import WireSchema, WireTensor
+from ds_ldt.config.layer_matrix import TEXT
 from ds_ldt.errors import ConfigProblem
-from ds_ldt.layout import Layout
-from ds_ldt.modalities import TEXT
 from ds_ldt.models.attention import AttentionMemo
 from ds_ldt.models.batch import TextBatches
 from ds_ldt.models.causal_lm import OutputLayer, TokenEmbedding, tied_output
-from ds_ldt.models.keys import NUM_LEADING, NUM_TRAILING, KeyMap
-from ds_ldt.wire import WireSchema, WireTensor
+from ds_ldt.models.weight_names import NUM_LEADING, NUM_TRAILING, KeyMap
+from ds_ldt.topology.layout import Layout
 
 TIE_KEY = "embed_tokens"
 

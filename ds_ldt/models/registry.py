@@ -13,11 +13,11 @@ from deepspeed.pipe import LayerSpec
 from transformers import AutoConfig, PreTrainedConfig
 
 from ds_ldt.errors import Absent, ConfigError, ConfigProblem
-from ds_ldt.layout import Layout
 from ds_ldt.models.attention import MASK_FUNCTIONS
 from ds_ldt.models.config_values import rope_problems, trial_problem, value_problems
 from ds_ldt.models.families import FAMILIES
 from ds_ldt.models.family import ModelFamily, model_problem
+from ds_ldt.topology.layout import Layout
 
 CONFIG_FILE = "config.json"
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
@@ -55,7 +55,7 @@ def read_hf_config(directory: str | os.PathLike[str]) -> PreTrainedConfig:
             "model",
             found=Absent(f"no {path}"),
             expected=f"a directory that holds {CONFIG_FILE}",
-            fix="name a downloaded Hugging Face model or a directory written by hf_to_ds_ldt.py",
+            fix="name a downloaded Hugging Face model or a directory written by ds-ldt convert",
         )
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(

@@ -27,10 +27,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.costs import Costs, touches_edge
 from ds_ldt.plan.dependencies import incoming_boundary, journey
 from ds_ldt.plan.instructions import Op
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 TO_CLOUD, TO_EDGE = "edge_to_cloud", "cloud_to_edge"
 """The directions of the link."""

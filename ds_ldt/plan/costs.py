@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.instructions import Compute, Op
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 Cell = tuple[int, int]
 """(chunk, stage) of a virtual stage."""

@@ -7,8 +7,10 @@ loads, the sends, the receives and the closing reductions. Everything here is an
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 _COMPUTE_PATTERN = re.compile(r"([A-Z])(\d+)\.(\d+)\.(\d+)")
 
@@ -88,6 +90,11 @@ class Kind(StrEnum):
     __hash__ = str.__hash__  # as that of Op
 
     @property
+    def op(self) -> Op | None:
+        """What a compute does; None of what is no compute."""
+        return _OP_OF.get(self)
+
+    @property
     def is_compute(self) -> bool:
         """Whether the instruction runs layers."""
         return self is Kind.FORWARD_PASS or self is Kind.BACKWARD_PASS or self is Kind.WEIGHT_PASS
@@ -102,6 +109,8 @@ class Kind(StrEnum):
         """Whether the instruction takes a message from a channel."""
         return self is Kind.RECV_ACTIVATION or self is Kind.RECV_GRAD
 
+
+_OP_OF = {Kind.FORWARD_PASS: Op.FORWARD, Kind.BACKWARD_PASS: Op.BACKWARD, Kind.WEIGHT_PASS: Op.WEIGHT}
 
 _SERVED_OP = {
     Kind.BACKWARD_PASS: Op.BACKWARD,
@@ -225,3 +234,35 @@ class Instruction:
             return f"{self.kind.value}({place})"
         peer = f"to rank {self.channel.destination}" if self.kind.is_send else f"from rank {self.channel.source}"
         return f"{self.kind.value}({place} boundary {self.channel.boundary} {peer})"
+
+
+class Key(NamedTuple):
+    """What a rank keeps of a micro-batch is found by.
+
+    Attributes:
+        virtual_stage: Index of the virtual stage.
+        micro_batch: Index of the micro-batch within its domain.
+        domain: Index of the domain.
+    """
+
+    virtual_stage: int
+    micro_batch: int
+    domain: int
+
+
+Planned = tuple[Kind, Any, Any]
+"""An instruction as it is run: its kind, its `Key` and its `Channel`; None where it has none."""
+
+Handler = Callable[[Any, Any], None]
+"""Runs one kind of instruction; takes the key and the channel."""
+
+Handlers = dict[Kind, Handler]
+"""What runs each kind of instruction."""
+
+
+def planned(instruction: Instruction) -> Planned:
+    """Return an instruction as it is run."""
+    virtual_stage, micro_batch, domain = instruction.virtual_stage, instruction.micro_batch, instruction.domain
+    if virtual_stage is None or micro_batch is None or domain is None:
+        return instruction.kind, None, None
+    return instruction.kind, Key(virtual_stage, micro_batch, domain), instruction.channel

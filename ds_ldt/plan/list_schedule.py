@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.instructions import Op, Orders
 from ds_ldt.plan.machine import JobOrders, Machine
 from ds_ldt.plan.playback import Choose
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 Priority = Callable[[Op, int, PipelineShape], int]
 """(op, virtual stage, shape) -> a number at least 0. On a rank the least goes first; where it is equal, the earlier

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.costs import Costs, touches_edge
 from ds_ldt.plan.dependencies import incoming_boundary, outgoing_boundary, passes_of, receiver
 from ds_ldt.plan.instructions import Compute, Op, Orders
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 TICKS_PER_SECOND = 10**9
 NOWHERE = -1

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ds_ldt.deepspeed_settings import precision, shards_optimizer
+from ds_ldt.config.deepspeed_settings import precision, shards_optimizer
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.instructions import Flow, Op
 from ds_ldt.plan.plan import Plan
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.shape import PipelineShape
 
 if TYPE_CHECKING:
-    from ds_ldt.config import JobConfig
+    from ds_ldt.config.schema import JobConfig
 
 _FP32, _HALF = 4, 2
 _MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1, "muon": 1}

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.bound import TO_CLOUD, TO_EDGE, Bound, bound_of, lower_bound
-from ds_ldt.plan.build import build_plan, candidate_of
 from ds_ldt.plan.costs import Costs, touches_edge
 from ds_ldt.plan.machine import TICKS_PER_SECOND
 from ds_ldt.plan.plan import Plan
+from ds_ldt.plan.planner import build_plan, candidate_of
 from ds_ldt.plan.policies import AUTO, TRAINING
 from ds_ldt.plan.policies.auto import Candidate
-from ds_ldt.plan.policies.depth import Limits, hop_seconds, slowest_forward
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.policies.in_flight import Limits, hop_seconds, slowest_forward
+from ds_ldt.plan.shape import PipelineShape
 from ds_ldt.plan.simulate import simulate_slice
 from ds_ldt.plan.size import check_size
 from ds_ldt.plan.timeline import Timeline

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ds_ldt.config.rules import EDGE_STAGE, is_whole
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan.instructions import Channel, Flow
 
 if TYPE_CHECKING:
-    from ds_ldt.layout import Layout
-
-EDGE_STAGE = 0
+    from ds_ldt.topology.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,16 +210,11 @@ class PipelineShape:
         return f"rank {rank} (cloud stage {self.stage_of(rank)}, domain {self.domains_of(rank)[0]})"
 
 
-def is_count(value: object, *, minimum: int) -> bool:
-    """Return whether a value is a whole number of at least `minimum`. True and 2.0 are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-
 def _check_counts(shape: PipelineShape) -> None:
     minimums = {"num_stages": 2, "num_micro_batches": 1, "num_domains": 1, "num_replicas": 1}
     for name, minimum in minimums.items():
         value = getattr(shape, name)
-        if not is_count(value, minimum=minimum):
+        if not is_whole(value, minimum):
             raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {minimum}")
     if shape.num_domains % shape.num_replicas:
         raise ConfigError(

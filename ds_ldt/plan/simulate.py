@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ds_ldt.plan.costs import Costs, touches_edge
+from ds_ldt.plan.deadlock import describe_stall
 from ds_ldt.plan.instructions import Channel, Compute, Instruction, Op
 from ds_ldt.plan.plan import Plan
-from ds_ldt.plan.render import schedule_error
-from ds_ldt.plan.replay import describe_stall
 from ds_ldt.plan.shape import PipelineShape
+from ds_ldt.plan.text import schedule_error
 from ds_ldt.plan.timeline import Span, Timeline
 
 _EDGE_RANK = 0

@@ -9,8 +9,8 @@ from ds_ldt.errors import ConfigError
 from ds_ldt.plan.shape import PipelineShape
 
 if TYPE_CHECKING:
-    from ds_ldt.config import JobConfig
-    from ds_ldt.layout import Layout
+    from ds_ldt.config.schema import JobConfig
+    from ds_ldt.topology.layout import Layout
 
 MOST_COMPUTES = 200_000
 """The most computes of an edge replica and of the cloud ranks of its domains in one step.

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from ds_ldt.plan.deadlock import describe_stall, find_stall
 from ds_ldt.plan.dependencies import (
     NEEDED_BY,
     computes_of,
@@ -31,9 +32,8 @@ from ds_ldt.plan.dependencies import (
 )
 from ds_ldt.plan.instructions import Channel, Compute, Flow, Instruction, Kind, Op
 from ds_ldt.plan.plan import Plan, in_flight_counts
-from ds_ldt.plan.render import schedule_error
-from ds_ldt.plan.replay import describe_stall, find_stall
 from ds_ldt.plan.shape import PipelineShape
+from ds_ldt.plan.text import schedule_error
 
 _CLOSING = (Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 _SHOWN = 5

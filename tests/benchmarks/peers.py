@@ -220,7 +220,7 @@ def _ds_ldt(row: Row, setup: Any, latency_s: float) -> Callable[[], Any]:
         layers += [timed, *[LayerSpec(Identity)] * (count - 1)]
     module = ds_ldt.LDTPipelineModule(layers=layers, config=settings, loss_fn=mse_loss)
     engine, _, _, _ = ds_ldt.initialize(model=module)
-    engine._owed = TimedLedger()
+    engine.executor.ledger = TimedLedger()
     batches = micro_batches(setup) if module.mpu().site == "edge" else None
     _process["close"], _process["engine"] = engine.destroy, engine
     for _ in range(_MEASURED_STEPS if row.policy == "auto" else 0):

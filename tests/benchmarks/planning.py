@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from ds_ldt.layout import Layout
 from ds_ldt.plan import Channel, Costs, PipelineShape, Plan, build_plan, lower_bound, simulate
 from ds_ldt.plan.costs import touches_edge
+from ds_ldt.topology.layout import Layout
 
 LATENCIES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 JITTERS = (0.25, 0.5, 1.0)

@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ds_ldt.layout import Layout
 from ds_ldt.plan import Costs, PipelineShape, lower_bound
+from ds_ldt.topology.layout import Layout
 from tests.benchmarks import link as emulator
 from tests.benchmarks.peers import ROWS, Place, Row
 from tests.benchmarks.setting import Setup
@@ -279,7 +279,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=32)
     parser.add_argument("--mbps", type=float, default=1000.0, help="of the link, each way")
     parser.add_argument("--json", type=Path, help="also write every step time there")
-    parser.add_argument("--into", type=Path, help="also put the table into this document, e.g. README.md")
+    parser.add_argument("--into", type=Path, help="also put the table into this document, e.g. docs/plans.md")
     return parser.parse_args(argv)
 
 

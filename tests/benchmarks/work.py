@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ds_ldt.deferred import WeightLedger
+from ds_ldt.runtime.weight_gradients import WeightLedger
 from tests.benchmarks.setting import Setup
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_ldt.checkpoint_manifest import LATEST_FILE, CheckpointManifest, Site, content_id, manifest_name
-from ds_ldt.identity import RunIdentity
-from ds_ldt.lora import plan_adapters
-from ds_ldt.lora_settings import LoraSettings
+from ds_ldt.checkpointing.layer_files import LayerFiles, read_layer, write_layer
+from ds_ldt.checkpointing.manifest import LATEST_FILE, CheckpointManifest, content_id, manifest_name
+from ds_ldt.comm.identity import RunIdentity
+from ds_ldt.config.lora import LoraSettings
 from ds_ldt.models import build_layers, family_of, read_hf_config
-from ds_ldt.models.layer_files import LayerFiles, read_layer, write_layer
+from ds_ldt.models.lora import plan_adapters
+from ds_ldt.topology.ranks import Site
 
 SITES: tuple[Site, ...] = ("edge", "cloud")
 LORA = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}

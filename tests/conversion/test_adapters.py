@@ -12,9 +12,11 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from ds_ldt.conversion import convert_to_hf, convert_to_layers, export_adapter, merge_adapter
-from ds_ldt.lora import lora_config
-from ds_ldt.lora_settings import LoraSettings
+from ds_ldt.checkpointing.adapter import export_adapter, merge_adapter
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.to_hf import convert_to_hf
+from ds_ldt.config.lora import LoraSettings
+from ds_ldt.models.lora import lora_config
 from tests.conversion.checkpoints import LORA, save_adapters, save_both
 from tests.conversion.models import CONFIG, assert_same_tensors, edit_json, rewrite, save_model, tensors_of
 from tests.conversion.test_checkpoints import OTHER_CONFIGS

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ldt.checkpoint_manifest import Site
-from ds_ldt.conversion import convert_to_hf, convert_to_layers
-from ds_ldt.models.layer_files import LayerFiles
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.layer_files import LayerFiles
+from ds_ldt.checkpointing.to_hf import convert_to_hf
+from ds_ldt.topology.ranks import Site
 from tests.conversion.checkpoints import SITES, save_adapters, save_both, save_half
 from tests.conversion.models import CONFIG, assert_same_tensors, edit_json, rewrite, save_model, tensors_of
 from tests.conversion.test_errors import nothing_new, refused

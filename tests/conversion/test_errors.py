@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ldt.conversion import convert_to_hf, convert_to_layers
-from ds_ldt.conversion.shards import parse_size
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.layer_files import LayerFiles, digest, read_layer, write_layer
+from ds_ldt.checkpointing.shards import parse_size
+from ds_ldt.checkpointing.to_hf import convert_to_hf
 from ds_ldt.errors import CheckpointError, ConfigError
-from ds_ldt.models.layer_files import LayerFiles, digest, read_layer, write_layer
 from tests.conversion.checkpoints import save_both
 from tests.conversion.models import CONFIG, assert_same_tensors, edit_json, rewrite, save_model, tensors_of
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from ds_ldt.conversion import convert_to_hf, convert_to_layers, export_adapter, merge_adapter
+from ds_ldt.checkpointing.adapter import export_adapter, merge_adapter
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.to_hf import convert_to_hf
 from tests.conversion.checkpoints import save_adapters
 from tests.conversion.models import CONFIG, assert_same_tensors, save_model, tensors_of
 from tests.conversion.test_errors import refused
@@ -54,8 +56,8 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def without_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a writer find the disk full while it writes, as if the room had been there when it looked."""
-    for module in ("directories", "to_layers"):
-        monkeypatch.setattr(f"ds_ldt.conversion.{module}.check_free", lambda needed: None)
+    for module in ("staging", "from_hf"):
+        monkeypatch.setattr(f"ds_ldt.checkpointing.{module}.check_free", lambda needed: None)
 
 
 @every_writer

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_ldt.conversion import convert_to_hf, convert_to_layers
-from ds_ldt.conversion.further_files import MAX_UNKNOWN_BYTES, further_files
-from ds_ldt.models.layer_files import Manifest
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.further_files import MAX_UNKNOWN_BYTES, further_files
+from ds_ldt.checkpointing.layer_files import Manifest
+from ds_ldt.checkpointing.to_hf import convert_to_hf
 from tests.conversion.models import CONFIG, edit_json, save_model
 from tests.conversion.test_errors import refused
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_ldt.conversion import convert_to_hf, convert_to_layers
-from ds_ldt.models.hf_files import HFWeights
-from ds_ldt.models.layer_files import LayerFiles, read_layer
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.hf_weights import HFWeights
+from ds_ldt.checkpointing.layer_files import LayerFiles, read_layer
+from ds_ldt.checkpointing.to_hf import convert_to_hf
 from tests.conversion.models import CONFIG, MATRIX, assert_same_tensors, rewrite, save_model, tensors_of
 from tests.models.tiny import FAMILY_NAMES, batch_of
 
@@ -150,7 +151,7 @@ def test_conversion_reads_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytes
         events.append(("write", layer))
         return write_layer(directory, layer, state)
 
-    from ds_ldt.conversion import to_layers
+    from ds_ldt.checkpointing import from_hf as to_layers
 
     write_layer = to_layers.write_layer
     monkeypatch.setattr(HFWeights, "get", spy)
@@ -164,7 +165,7 @@ def test_conversion_reads_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytes
 def test_export_holds_one_shard_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = save_model(tmp_path / "hf")
     convert_to_layers(hf, config=CONFIG, edge=tmp_path / "edge", cloud=tmp_path / "cloud")
-    from ds_ldt.conversion import shards
+    from ds_ldt.checkpointing import shards
 
     sizes: list[int] = []
     save = shards.save_file

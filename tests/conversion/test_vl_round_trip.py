@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from ds_ldt.conversion import convert_to_hf, convert_to_layers
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.layer_files import LayerFiles
+from ds_ldt.checkpointing.to_hf import convert_to_hf
 from ds_ldt.errors import CheckpointError
-from ds_ldt.models.layer_files import LayerFiles
 from tests.conversion.models import assert_same_tensors, rewrite, tensors_of
 from tests.models.test_vl_keys import as_modules_say
 from tests.models.tiny import tiny_model

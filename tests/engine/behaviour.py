@@ -22,7 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 import ds_ldt
-from ds_ldt import streams
+from ds_ldt.comm import groups as streams
 from tests.engine.cases import initialize, toy_engine, toy_module, train_steps, weights_of
 from tests.engine.scenarios import SCENARIOS
 from tests.toy import Points, domain_batches
@@ -50,7 +50,7 @@ def train_scenario(name: str, settings: dict[str, Any], steps: int, options: dic
 
 def train_without_slice_scaling(settings: dict[str, Any], steps: int) -> dict[str, Any]:
     """Negative control: an edge replica that sums over its domains instead of averaging."""
-    with mock.patch("ds_ldt.engine.scale_for_slice"):
+    with mock.patch("ds_ldt.runtime.stepping.scale_for_slice"):
         return _train(toy_engine(settings), steps)
 
 
@@ -213,20 +213,19 @@ def train_traced(settings: dict[str, Any], steps: int) -> tuple[list[float], dic
 def count_live_buffers(settings: dict[str, Any]) -> int:
     """Most payloads that this rank held at once during a step."""
     engine = toy_engine(settings)
-    peak = 0
-    original = engine._INSTRUCTION_MAP
+    executor, peak = engine.executor, 0
 
     def counting(handler: Any) -> Any:
-        def handle(self: Any, **kwargs: Any) -> None:
+        def handle(key: Any, channel: Any) -> None:
             nonlocal peak
-            handler(self, **kwargs)
-            peak = max(peak, len(self._inputs) + len(self._outputs))
+            handler(key, channel)
+            peak = max(peak, len(executor.inputs) + len(executor.outputs))
 
         return handle
 
-    engine._INSTRUCTION_MAP = {kind: counting(handler) for kind, handler in original.items()}
+    executor.handlers = {kind: counting(handler) for kind, handler in executor.handlers.items()}
     engine.train_batch()
-    assert not engine._inputs and not engine._outputs and not engine._output_grads and not engine._losses
+    assert not any((executor.inputs, executor.outputs, executor.output_grads, executor.losses))
     return peak
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import ds_ldt
-from ds_ldt.checkpoint_directory import CheckpointDirectory
-from ds_ldt.optimizer_files import stage_file
+from ds_ldt.checkpointing.directory import CheckpointDirectory
+from ds_ldt.checkpointing.optimizer_files import stage_file
 from tests.engine.cases import toy_engine, weights_of
 from tests.engine.checkpoints import batch_fn_of, site_directory
 
@@ -132,7 +132,7 @@ def abandoned(settings: dict[str, Any], root: str) -> dict[str, Any]:
     wanted = weights_of(second)
     second.train_batch()
     logged: list[str] = []
-    with patch("ds_ldt.checkpointing.logger.warning", logged.append):
+    with patch("ds_ldt.checkpointing.save_load.logger.warning", logged.append):
         path, _ = second.load_checkpoint(mine)
     return {
         "path": str(path),

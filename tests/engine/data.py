@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_ldt
-from ds_ldt.data import TrainingData
+from ds_ldt.data.sampling import TrainingData
 from tests.engine.cases import initialize, weights_of
 from tests.engine.checkpoints import site_directory
 from tests.engine.dropout import dropping_module

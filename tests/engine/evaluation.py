@@ -88,10 +88,10 @@ def name_values(settings: dict[str, Any], directory: str) -> dict[str, Any]:
 
 def _disagree(engine: ds_ldt.LDTPipelineEngine) -> str:
     """Let every edge replica name its value otherwise."""
-    engine._results.clear()
-    engine._results.keep_named((0, 0), {f"of_{engine.global_rank}": torch.ones(())})
+    engine.executor.results.clear()
+    engine.executor.results.keep_named((0, 0), {f"of_{engine.global_rank}": torch.ones(())})
     try:
-        engine._results.named_means(engine.grid, engine.device, count=1, what="train_batch")
+        engine.executor.results.named_means(engine.grid, engine.device, count=1, what="train_batch")
     except ds_ldt.ConfigError as error:
         return str(error)
     return "no error"
@@ -117,10 +117,10 @@ def evaluate(settings: dict[str, Any]) -> dict[str, Any]:
             and modes == [m.training for m in engine.module.modules()]
             and engine.data_iterator is iterator
             and torch.equal(torch.get_rng_state(), rng)
-            and not engine._results.losses
-            and not engine._results.outputs
-            and not engine._inputs
-            and not engine._outputs
+            and not engine.executor.results.losses
+            and not engine.executor.results.outputs
+            and not engine.executor.inputs
+            and not engine.executor.outputs
         )
         if step < 2:
             engine.train_batch(data)

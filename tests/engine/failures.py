@@ -16,7 +16,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ldt
-from ds_ldt.announcement import short_fingerprint
+from ds_ldt.comm.step_header import short_fingerprint
 from tests.engine.cases import config, initialize, layout, toy_engine, toy_module
 from tests.toy import Block, Head, Points, Stem
 

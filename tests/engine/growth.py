@@ -19,7 +19,7 @@ from tests.toy import layer_classes
 
 def held_after(settings: dict[str, Any], steps: list[int], remembered: int) -> dict[str, list[Any]]:
     """After each number of steps: live tensors and their bytes, tracked objects, and resident MB."""
-    with mock.patch("ds_ldt.shapes.REMEMBERED", remembered):
+    with mock.patch("ds_ldt.runtime.shape_inference.REMEMBERED", remembered):
         module = ds_ldt.LDTPipelineModule(
             [LayerSpec(layer) for layer in layer_classes(4)], settings, loss_fn=nn.functional.mse_loss
         )

@@ -19,9 +19,9 @@ from torch.utils.data import Dataset
 
 import ds_ldt
 import ds_ldt.errors
-from ds_ldt.layout import Layout
-from ds_ldt.shapes import Shapes
-from ds_ldt.wire import WireSchema, WireTensor
+from ds_ldt.comm.wire import WireSchema, WireTensor
+from ds_ldt.runtime.shape_inference import Shapes
+from ds_ldt.topology.layout import Layout
 from tests.engine.cases import Untouchable, config, initialize, train_steps, weights_of
 from tests.toy import WIDTH, Block, Head, Stem
 

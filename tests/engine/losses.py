@@ -34,15 +34,15 @@ def all_forwards_first(shape: PipelineShape, **_: Any) -> Plan:
 
 def train_with_all_losses_in_flight(settings: dict[str, Any], steps: int) -> dict[str, Any]:
     """Train by that plan; also the most losses that this rank held at once."""
-    with mock.patch("ds_ldt.planning.build_plan", all_forwards_first):
+    with mock.patch("ds_ldt.profiling.replanning.build_plan", all_forwards_first):
         engine = toy_engine(settings)
-        most, finish = 0, engine._finish_forward
+        most, finish = 0, engine.executor._finish_forward
 
         def finish_and_count(*args: Any) -> None:
             nonlocal most
             finish(*args)
-            most = max(most, len(engine._losses))
+            most = max(most, len(engine.executor.losses))
 
-        engine._finish_forward = finish_and_count  # type: ignore[method-assign]
+        engine.executor._finish_forward = finish_and_count  # type: ignore[method-assign]
         seen = train_steps(engine, steps)
         return {**seen, "weights": weights_of(engine), "most": most}

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import ds_ldt
-from ds_ldt.memory import LiveBytes
 from ds_ldt.models import from_pretrained
+from ds_ldt.profiling.activation_memory import LiveBytes
 from tests.models.tiny import tiny_config
 
 LENGTH = 64

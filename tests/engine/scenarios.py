@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ds_ldt.wire import WireTensor
+from ds_ldt.comm.wire import WireTensor
 from tests.toy import WIDTH, Block, Head, Points, Stem
 
 HIDDEN = WireTensor(name="hidden", dtype="float", gradient=True)

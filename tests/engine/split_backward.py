@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_ldt
-from ds_ldt.deferred import WeightLedger
+from ds_ldt.runtime.weight_gradients import WeightLedger
 from tests.engine.behaviour import as_bf16, tied_engine
 from tests.engine.cases import initialize, toy_engine, toy_module, train_steps, weights_of
 from tests.toy import Points
@@ -64,14 +64,14 @@ def train_all(runs: list[tuple[str, dict[str, Any], int]]) -> list[dict[str, Any
 
 def _train(kind: str, settings: dict[str, Any], steps: int) -> dict[str, Any]:
     engine = ENGINES[kind](settings)
-    engine._owed = Forgetful() if kind == "forgetful" else Counting()
+    engine.executor.ledger = Forgetful() if kind == "forgetful" else Counting()
     seen = train_steps(engine, steps)
-    left = len(engine._owed)
+    left = len(engine.executor.ledger)
     order = engine._train_schedule().plan.orders()[dist.get_rank()]
     return {
         **seen,
         "weights": weights_of(engine),
-        "made": engine._owed.made / steps,
+        "made": engine.executor.ledger.made / steps,
         "left": left,
         "stage": engine.stage_id,
         "order": [str(compute) for compute in order],

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ldt.plan.trace import read_trace
+from ds_ldt.plan.chrome_trace import read_trace
 from tests.engine.behaviour import Square, TiedLinear
 from tests.engine.cases import config, layout
 from tests.engine.parity import assert_parity, oracle

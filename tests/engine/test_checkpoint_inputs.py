@@ -25,7 +25,7 @@ def test_S56_sites_that_name_different_tags_or_options_are_refused_and_load_no_h
             assert is_unchanged, name
             words = {"a long tag": "more than 100 bytes", "a path": "it is a path"}
             assert words.get(name, "Fix: pass the same") in told, name
-        assert "the edge passes tag 'a' and the cloud 'b'" in rank["told"]["tags"][0]
+        assert "the edge loads tag 'a' and the cloud 'b'" in rank["told"]["tags"][0]
         assert rank["number"] == "5"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ldt.config import load_config
+from ds_ldt.config.schema import load_config
 from tests.engine.cases import config, layout
 from tests.harness import GroupPool
 
@@ -152,7 +152,7 @@ def test_an_incomplete_checkpoint_is_refused_on_every_rank_and_harms_no_earlier_
     edge, cloud = groups.run(2, TARGETS + "failures", config(layout(2, 2)), str(tmp_path), deadline_s=90)
     for told in (edge, cloud):
         assert told["nothing there"] == (None, None)
-        assert "the edge passes tag 'a' and the cloud 'b'" in told["tags"]
+        assert "the edge saves tag 'a' and the cloud 'b'" in told["tags"]
         assert "no committed checkpoint with tag 'other' on both sites" in told["unknown tag"]
         assert "['good']" in told["unknown tag"]
         assert told["latest"] == "good"

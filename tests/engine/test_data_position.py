@@ -11,9 +11,9 @@ import pytest
 import torch
 from deepspeed.utils import logger
 
-from ds_ldt.checkpoint_manifest import content_id
-from ds_ldt.data import TrainingData
-from ds_ldt.data_position import file_name, position_of, read
+from ds_ldt.checkpointing.data_position import file_name, position_of, read
+from ds_ldt.checkpointing.manifest import content_id
+from ds_ldt.data.sampling import TrainingData
 from ds_ldt.errors import CheckpointError
 from tests.engine.cases import config, layout
 from tests.harness import GroupPool

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_ldt.dropout import Place
 from ds_ldt.models import count_targets
-from ds_ldt.models.pretrained import initialize_layers
 from ds_ldt.models.registry import checked_config, family_of
+from ds_ldt.runtime.pretrained import initialize_layers
+from ds_ldt.runtime.rng import Place
 from tests.engine.cases import config, layout
 from tests.engine.dropout import ATTENTION_DROPOUT, dropping_layers, dynamic_batches
 from tests.engine.parity import assert_parity

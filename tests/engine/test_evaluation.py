@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ldt.errors import ConfigError
-from ds_ldt.results import MAX_NAMED, Results, split_loss, weighted
+from ds_ldt.runtime.losses import MAX_NAMED, Results, split_loss, weighted
 from tests.engine.cases import config, layout
 from tests.engine.evaluation import Punished, layer_classes, named_loss
 from tests.harness import GroupPool

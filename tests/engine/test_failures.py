@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_ldt.agreement import differences
+from ds_ldt.comm.agreement import site_differences
 from tests.bad_configs import BAD_CONFIGS
 from tests.engine.cases import config, layout
 from tests.harness import GroupPool, run_group
@@ -113,8 +113,8 @@ def test_S87_hints_and_all_else_that_a_plan_follows_from_are_compared(
 
 
 def test_equal_facts_are_no_difference() -> None:
-    assert differences({"a": "1"}, {"a": "1"}) == []
-    assert [problem.key for problem in differences({"a": "1", "b": "2"}, {"a": "1"})] == ["b"]
+    assert site_differences({"a": "1"}, {"a": "1"}) == []
+    assert [problem.key for problem in site_differences({"a": "1", "b": "2"}, {"a": "1"})] == ["b"]
 
 
 def test_every_bad_configuration_is_told_alike_on_all_ranks_before_any_process_group() -> None:

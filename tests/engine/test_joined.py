@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from ds_ldt.comm.wire import WireSchema
 from ds_ldt.errors import ConfigError
-from ds_ldt.layout import Layout
-from ds_ldt.module import frozen_parameters
-from ds_ldt.shapes import ShapeTracer, without_gradients
-from ds_ldt.wire import WireSchema
+from ds_ldt.runtime.module import frozen_parameters
+from ds_ldt.runtime.shape_inference import ShapeTracer, without_gradients
+from ds_ldt.topology.layout import Layout
 from tests.engine.joined import (
     CLASSES,
     DEPTHS,

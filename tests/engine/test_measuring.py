@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_ldt.config import load_config
-from ds_ldt.layout import Layout
+from ds_ldt.config.schema import load_config
 from ds_ldt.plan import PipelineShape, build_plan
-from ds_ldt.plan.hints import known_from_config, known_from_file, limits_from
-from ds_ldt.plan.measured import LATENCY_MARGIN
+from ds_ldt.plan.cost_file import known_from_config, known_from_file, limits_from
+from ds_ldt.plan.measured_costs import LATENCY_MARGIN
+from ds_ldt.topology.layout import Layout
 from tests.engine.cases import config, layout
 from tests.engine.measuring import SLEEP_S
 from tests.engine.parity import assert_parity, oracle

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ds_ldt import cli
-from ds_ldt.config import load_config
-from ds_ldt.dry_run import footprint_of
+from ds_ldt.cli import main as cli
+from ds_ldt.config.schema import load_config
+from ds_ldt.runtime.dry_run import footprint_of
 from tests.engine.cases import config
 from tests.engine.memory_cases import LENGTH, MODEL
 from tests.harness import GroupPool

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_ldt.errors import ConfigError
-from ds_ldt.optimizer import check_elementwise
+from ds_ldt.runtime.optimizer import check_elementwise
 from tests.engine.cases import config, layout
 from tests.engine.precision import Case, train_unsplit
 from tests.harness import GroupPool

@@ -10,8 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import lr_schedules
 from torch import nn
 
-from ds_ldt.config import load_config
-from ds_ldt.recipe import recipe_problems
+from ds_ldt.config.schema import load_config
+from ds_ldt.runtime.optimizer_checks import recipe_problems
 from tests.engine.cases import config, layout
 from tests.engine.parity import assert_parity
 from tests.engine.recipes import DECAYING, DECAYS

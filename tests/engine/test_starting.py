@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ds_ldt.deepspeed_keys import TABLE
-from ds_ldt.rules import BOOLEAN, Standing, flattened
+from ds_ldt.config.deepspeed_keys import TABLE
+from ds_ldt.config.deepspeed_standing import BOOLEAN, Standing, flattened
 from tests.engine.cases import config, layout
 from tests.harness import GroupPool
 

@@ -100,7 +100,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "after": trained(engine, case["model"]),
         "after_resumed": after_resumed,
         "frozen": sum(not p.requires_grad for p in engine.module.parameters()),
-        "gradient_boundaries": engine._gradient_boundaries,
+        "gradient_boundaries": engine.executor.gradient_boundaries,
         "gradients_sent": instructions.count("SendGrad"),
         "logits": logits,
         "answer": answered,

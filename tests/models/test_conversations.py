@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from ds_ldt.data.conversations import ConversationCollator, ImageTextProcessor
 from ds_ldt.errors import ConfigError, SampleError
 from ds_ldt.models import checked_config, count_targets
-from ds_ldt.models.conversations import ConversationCollator, ImageTextProcessor
 from ds_ldt.models.qwen2_5_vl import VisionBatches
 from tests.models.tiny_vl import tiny_processor, tiny_vl_config
 

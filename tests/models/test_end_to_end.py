@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ds_ldt.conversion import convert_to_hf, convert_to_layers
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.to_hf import convert_to_hf
 from ds_ldt.models import count_targets
 from tests.conversion.models import MATRIX, THREE_CHUNKS, save_model, tensors_of
 from tests.harness import GroupPool

@@ -11,15 +11,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from ds_ldt.agreement import shared_facts
-from ds_ldt.config import load_config
-from ds_ldt.conversion import convert_to_hf, convert_to_layers
-from ds_ldt.identity import ModelFingerprint, RunIdentity
+from ds_ldt.checkpointing.fingerprint import SAMPLE_BYTES, fingerprint_of, settings_of
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.hf_weights import HFWeights
+from ds_ldt.checkpointing.to_hf import convert_to_hf
+from ds_ldt.comm.agreement import shared_facts
+from ds_ldt.comm.collectives import MAX_TEXT_BYTES
+from ds_ldt.comm.identity import ModelFingerprint, RunIdentity
+from ds_ldt.config.schema import load_config
 from ds_ldt.models.family import WIRE_SCHEMA
-from ds_ldt.models.fingerprint import SAMPLE_BYTES, fingerprint_of, settings_of
-from ds_ldt.models.hf_files import HFWeights
 from ds_ldt.models.registry import checked_config, family_of, read_hf_config
-from ds_ldt.reduce import MAX_TEXT_BYTES
 from tests.conversion.models import CONFIG, MATRIX, edit_json, rewrite, save_model
 from tests.harness import GroupPool
 from tests.models.tiny import FAMILY_NAMES, ROWS, tiny_config

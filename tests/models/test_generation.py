@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from ds_ldt.errors import ConfigError
-from ds_ldt.generation import Decoding, check_model, last_position
+from ds_ldt.runtime.generation import Decoding, check_model, last_position
 from tests.conversion.models import MATRIX, THREE_CHUNKS, save_model
 from tests.harness import GroupPool
 from tests.models.tiny import VOCABULARY, batch_of

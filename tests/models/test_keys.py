@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ldt.models import FAMILIES, KeyMap, checked_config
-from ds_ldt.models.keys import is_recomputed
+from ds_ldt.models.weight_names import is_recomputed
 from tests.models.tiny import FAMILY_NAMES, tiny_config, tiny_model
 
 KEYS = ("weight", "mlp.up_proj.weight", "self_attn.q_proj.bias")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ds_ldt.comm.wire import TensorSignature
 from ds_ldt.models import build_layers, family_of, prepare_batch
 from ds_ldt.models.attention import AttentionMemo
 from ds_ldt.models.registry import layout_of
-from ds_ldt.wire import TensorSignature
 from tests.models.tiny import FAMILY_NAMES, LENGTH, ROWS, Sequence, batch_of, tiny_config, tiny_model
 
 

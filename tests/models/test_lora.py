@@ -16,16 +16,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ds_ldt.config import load_config
-from ds_ldt.conversion import export_adapter, merge_adapter
-from ds_ldt.dropout import Place
-from ds_ldt.dry_run import footprint_of
+from ds_ldt.checkpointing.adapter import export_adapter, merge_adapter
+from ds_ldt.config.lora import LoraSettings
+from ds_ldt.config.schema import load_config
 from ds_ldt.errors import CheckpointError, ConfigError
-from ds_ldt.layout import Layout
-from ds_ldt.lora import AdapterPlan, lora_config, plan_adapters
-from ds_ldt.lora_settings import LoraSettings
 from ds_ldt.models import build_layers, count_targets, family_of, read_hf_config
-from ds_ldt.trained import gradient_boundaries, trained_layers
+from ds_ldt.models.lora import AdapterPlan, lora_config, plan_adapters
+from ds_ldt.plan.trained_layers import gradient_boundaries, trained_layers
+from ds_ldt.runtime.dry_run import footprint_of
+from ds_ldt.runtime.rng import Place
+from ds_ldt.topology.layout import Layout
 from tests.conversion.models import save_model, tensors_of
 from tests.harness import GroupPool
 from tests.models.lora_cases import HALF, KINDS, STEPS, batches

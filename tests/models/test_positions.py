@@ -13,7 +13,7 @@ import torch
 from deepspeed.utils import logger
 from transformers import LlamaConfig, Qwen2_5_VLConfig
 
-from ds_ldt import cli
+from ds_ldt.cli import main as cli
 from ds_ldt.models.batch import prepare_batch
 from ds_ldt.models.positions import WatchedBatches, beyond_limit, position_limit
 from tests.engine.cases import config

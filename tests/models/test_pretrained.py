@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ds_ldt.module
-from ds_ldt.config import load_config
-from ds_ldt.conversion import convert_to_layers
+import ds_ldt.runtime.module
+from ds_ldt.checkpointing.from_hf import convert_to_layers
+from ds_ldt.checkpointing.hf_weights import HFWeights
+from ds_ldt.checkpointing.layer_files import read_layer
+from ds_ldt.config.schema import load_config
 from ds_ldt.errors import CheckpointError, ConfigError
-from ds_ldt.layout import Layout
 from ds_ldt.models import causal_lm_loss, checked_config, count_targets, family_of, from_pretrained
 from ds_ldt.models.batch import TextBatches
-from ds_ldt.models.hf_files import HFWeights
-from ds_ldt.models.layer_files import read_layer
-from ds_ldt.models.pretrained import dtype_of, initialize_layers
+from ds_ldt.runtime.pretrained import dtype_of, initialize_layers
+from ds_ldt.topology.layout import Layout
 from tests.conversion.models import CONFIG, rewrite, save_model, tensors_of
 from tests.models.tiny import VOCABULARY, tiny_config
 
@@ -33,7 +33,7 @@ class OneProcessModule:
         self.layers, self.config, self.options = layers, config, options
         layout = Layout.build(config.ldt.pipeline_num_layers, num_leading=1, num_trailing=2)
         stage = OneProcessModule.stage
-        tied = isinstance(layers[0], ds_ldt.module.TiedLayerSpec)
+        tied = isinstance(layers[0], ds_ldt.runtime.module.TiedLayerSpec)
         indices = [i for i in range(len(layers) - tied) if layout.stage_of_layer(i) == stage]
         self.built = {index: layers[index].build() for index in indices}
 
@@ -49,7 +49,7 @@ class OneProcessModule:
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Call `on("cloud", source, ...)` to be a rank of that site in a job of two processes."""
-    monkeypatch.setattr(ds_ldt.module, "LDTPipelineModule", OneProcessModule)
+    monkeypatch.setattr(ds_ldt.runtime.module, "LDTPipelineModule", OneProcessModule)
 
     def load(site: str, source: Any, *, config: Any = CONFIG, **options: Any) -> Any:
         variables = {"RANK": RANKS[site], "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_ldt.data.texts import BYTE_ORDER_MARK, load_tokenizer, read_text
 from ds_ldt.errors import ConfigError
-from ds_ldt.models.texts import BYTE_ORDER_MARK, load_tokenizer, read_text
 
 WORDS = "Grüße aus Köln,\nzwei Zeilen\n"
 

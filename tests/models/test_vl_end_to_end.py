@@ -12,9 +12,9 @@ from peft import get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2_5_VLForConditionalGeneration
 
-from ds_ldt.lora import lora_config
-from ds_ldt.lora_settings import LoraSettings
+from ds_ldt.config.lora import LoraSettings
 from ds_ldt.models import count_targets, family_of
+from ds_ldt.models.lora import lora_config
 from tests.harness import GroupPool
 from tests.models.tiny import tiny_model
 from tests.models.tiny_vl import IMAGE, tiny_vl_config

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ldt.layout import Layout
+from ds_ldt.comm.wire import TensorSignature
 from ds_ldt.models import build_layers, checked_config, family_of, read_hf_config
-from ds_ldt.models.pretrained import initialize_layers
 from ds_ldt.models.registry import layout_of
-from ds_ldt.wire import TensorSignature
+from ds_ldt.runtime.pretrained import initialize_layers
+from ds_ldt.topology.layout import Layout
 from tests.models.tiny import Sequence, tiny_model
 from tests.models.tiny_vl import KINDS, tiny_vl_config, vl_batch, vl_batch_of
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ds_ldt.models.conversations import ImageTextProcessor
+from ds_ldt.data.conversations import ImageTextProcessor
 
 IMAGE, VIDEO, START, END = 50, 51, 52, 53
 VOCABULARY = 61

@@ -50,7 +50,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     with recorded(sent) if marked else nullcontext():
         module = ds_ldt.models.from_pretrained(case["model"], config=settings)
         engine = initialize(model=module, config=settings)
-        engine._owed = Counting()
+        engine.executor.ledger = Counting()
         adapters = trained(engine, case["model"]) if "lora" in settings["ldt"] else {}
         data = batches(kinds, marked=marked) if engine.site == "edge" else None
         losses, norms = [], []
@@ -76,7 +76,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "weights": weights,
         "adapters": adapters,
         "after": after,
-        "late": engine._owed.made,
+        "late": engine.executor.ledger.made,
         "refused": refused,
         "found": found,
         "num_sent": len(sent),

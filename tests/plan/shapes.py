@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from ds_ldt.layout import Layout
 from ds_ldt.plan import PipelineShape
+from ds_ldt.topology.layout import Layout
 
 Matrix = list[list[int]]
 

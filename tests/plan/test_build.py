@@ -78,12 +78,12 @@ def test_other_processes_find_the_same_fingerprint_and_load_nothing_heavy() -> N
 
 def test_every_plan_is_validated(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_ldt.errors import ScheduleError
-    from ds_ldt.plan import build
+    from ds_ldt.plan import planner
 
     def forgetful(shape, *, costs=None, limits=None):  # type: ignore[no-untyped-def]
         orders = ldt_1f1b.orders(shape)
         return {**orders, 1: orders[1][:-1]}
 
-    monkeypatch.setattr(build, "TRAINING", {"forgetful": forgetful})
+    monkeypatch.setattr(planner, "TRAINING", {"forgetful": forgetful})
     with pytest.raises(ScheduleError, match="never run"):
         build_plan(SHAPE, policy="forgetful")

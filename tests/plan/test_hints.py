@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ds_ldt.config import load_config
+from ds_ldt.config.schema import load_config
 from ds_ldt.errors import ConfigError
-from ds_ldt.layout import Layout
 from ds_ldt.plan import Costs
-from ds_ldt.plan.hints import Known, is_measured, known_from_config, known_from_file, memory_limits, memory_warning
+from ds_ldt.plan.cost_file import Known, is_measured, known_from_config, known_from_file, memory_limits, memory_warning
+from ds_ldt.topology.layout import Layout
 from tests.plan.shapes import full_matrix, full_shape
 
 SHAPE = full_shape(3, 2, m=8, d=2)

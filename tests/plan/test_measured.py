@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from ds_ldt.layout import Layout
 from ds_ldt.plan import Costs, Op, PipelineShape, build_plan
-from ds_ldt.plan.hints import Known, costs_document, known_from_file, memory_limits
-from ds_ldt.plan.measured import (
+from ds_ldt.plan.cost_file import Known, costs_document, known_from_file, memory_limits
+from ds_ldt.plan.measured_costs import (
     LATENCY_MARGIN,
     Duration,
     Kept,
@@ -22,6 +21,7 @@ from ds_ldt.plan.measured import (
     find,
 )
 from ds_ldt.plan.memory import peak_held
+from ds_ldt.topology.layout import Layout
 from tests.plan.shapes import full_matrix, full_shape, shape_of
 
 SHAPE = full_shape(3, 2, m=8, d=2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_ldt.config import load_config
+from ds_ldt.config.schema import load_config
 from ds_ldt.plan import build_plan
 from ds_ldt.plan.memory import Footprint, PassBytes, Recipe, StageWeights, estimate, peak_held, recipe_of
 from tests.engine.cases import config

@@ -19,7 +19,7 @@ from ds_ldt.plan.machine import TICKS_PER_SECOND, JobOrders, Machine
 from ds_ldt.plan.playback import Follow
 from ds_ldt.plan.policies import TRAINING
 from ds_ldt.plan.policies.auto import Candidate, best_of, tried
-from ds_ldt.plan.policies.depth import link_caps, round_trip_caps
+from ds_ldt.plan.policies.in_flight import link_caps, round_trip_caps
 from tests.benchmarks import planning
 from tests.plan.shapes import full_shape, shapes
 

@@ -7,7 +7,7 @@ import pytest
 
 from ds_ldt.errors import ScheduleError
 from ds_ldt.plan import build_plan, lower, min_posted_receives, parse_orders, validate
-from ds_ldt.plan.replay import describe_stall, find_stall
+from ds_ldt.plan.deadlock import describe_stall, find_stall
 from tests.plan.shapes import full_shape
 
 # The edge waits for the gradient of micro-batch 0 before it sends micro-batch 1; the cloud, for that before it sends.

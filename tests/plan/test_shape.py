@@ -7,7 +7,7 @@ from hypothesis import given
 
 from ds_ldt.errors import ConfigError
 from ds_ldt.plan import Flow, PipelineShape
-from ds_ldt.topology import RankMap
+from ds_ldt.topology.ranks import RankMap
 from tests.plan.shapes import full_shape, shape_of, shapes
 
 U = full_shape(3, 2, m=4, d=2)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from ds_ldt.errors import ScheduleError
 from ds_ldt.plan import Compute, Costs, PipelineShape, build_plan, lower, lower_bound, simulate
+from ds_ldt.plan.deadlock import find_stall
 from ds_ldt.plan.lower import lower_slice
-from ds_ldt.plan.replay import find_stall
 from tests.plan.shapes import full_shape, shape_of, shapes
 from tests.plan.test_replay import DEADLOCK
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ldt.comm.groups import StreamGroups
+from ds_ldt.comm.transport import Transport
+from ds_ldt.comm.wire import DEFAULT_SCHEMA, WireGuard, WireSchema, WireTensor, signature_of
 from ds_ldt.errors import LDTError
 from ds_ldt.plan import Channel, Flow
-from ds_ldt.streams import StreamGroups
-from ds_ldt.transport import Transport
-from ds_ldt.wire import DEFAULT_SCHEMA, WireGuard, WireSchema, WireTensor, signature_of
 
 MODES = ("tags", "group per channel", "device order")
 """How channels are told apart, and who waits. The last is the path of backends whose waits only order a device."""

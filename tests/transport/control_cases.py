@@ -7,11 +7,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from ds_ldt.announcement import Announcement, StepId, StepKind
-from ds_ldt.control import ControlLink
+from ds_ldt.comm.control import ControlLink
+from ds_ldt.comm.groups import StreamGroups
+from ds_ldt.comm.step_header import Announcement, StepId, StepKind
+from ds_ldt.comm.wire import DEFAULT_SCHEMA, TensorSignature, WireGuard, WireSchema, WireTensor
 from ds_ldt.errors import LDTError
-from ds_ldt.streams import StreamGroups
-from ds_ldt.wire import DEFAULT_SCHEMA, TensorSignature, WireGuard, WireSchema, WireTensor
 
 
 def _link(timeout_s: float = 20.0, schema: WireSchema = DEFAULT_SCHEMA) -> ControlLink:

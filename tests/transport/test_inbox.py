@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ldt.comm.receive_queue import STANDING, Inbox, fits, standing_sizes
+from ds_ldt.comm.send_queue import Route
+from ds_ldt.comm.wire import Signature, TensorSignature
 from ds_ldt.errors import LinkError
-from ds_ldt.inbox import STANDING, Inbox, fits, standing_sizes
-from ds_ldt.outbox import Route
 from ds_ldt.plan import Channel, Flow
-from ds_ldt.wire import Signature, TensorSignature
 
 CHANNEL = Channel(domain=0, boundary=0, flow=Flow.ACTIVATION, source=3, destination=1)
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_ldt.comm.groups import GroupSpec, StreamGroups, group_specs
+from ds_ldt.comm.send_queue import Message, Outbox, kept
 from ds_ldt.errors import LinkError
-from ds_ldt.outbox import Message, Outbox, kept
 from ds_ldt.plan import Channel, Flow
-from ds_ldt.streams import GroupSpec, StreamGroups, group_specs
 
 CHANNELS = [
     Channel(domain=domain, boundary=boundary, flow=flow, source=source, destination=destination)

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
+from ds_ldt.comm.wire import WireSchema, WireTensor
+from ds_ldt.config.layer_matrix import TEXT, VISION
 from ds_ldt.errors import ConfigProblem
-from ds_ldt.layout import Layout
-from ds_ldt.modalities import TEXT, VISION
 from ds_ldt.models.family import PADDING_MASK, ModelFamily, model_problem, tie_or_not
 from ds_ldt.models.qwen2_5_vl.batch import VisionBatches, shallow
 from ds_ldt.models.qwen2_5_vl.keys import NUM_BETWEEN, NUM_LEADING, VisionLanguageKeyMap
@@ -28,7 +28,7 @@ from ds_ldt.models.qwen2_5_vl.layers import (
     VisionBlock,
 )
 from ds_ldt.models.qwen2_5_vl.windows import WindowMemo
-from ds_ldt.wire import WireSchema, WireTensor
+from ds_ldt.topology.layout import Layout
 
 VISION_WIRE = (
     WireTensor(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ds_ldt.models.keys import KeyMap
+from ds_ldt.models.weight_names import KeyMap
 
 PATCH_EMBEDDING = 0
 NUM_LEADING = 1

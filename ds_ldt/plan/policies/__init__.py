@@ -10,8 +10,8 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ds_ldt.plan.policies import closed_form, forward_only, greedy, ldt_1f1b
-from ds_ldt.plan.policies.policy import Policy
-from ds_ldt.plan.policies.weights import right_after
+from ds_ldt.plan.policies.base import Policy
+from ds_ldt.plan.policies.split_backward import right_after
 
 AUTO = "auto"
 """Stands for the best of the training policies; see `ds_ldt.plan.policies.auto`."""

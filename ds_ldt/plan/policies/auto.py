@@ -13,8 +13,8 @@ from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.instructions import Orders
 from ds_ldt.plan.machine import Machine
 from ds_ldt.plan.playback import Follow
-from ds_ldt.plan.policies.depth import Limits, nominal_costs
-from ds_ldt.plan.policies.policy import Policy
+from ds_ldt.plan.policies.base import Policy
+from ds_ldt.plan.policies.in_flight import Limits, nominal_costs
 from ds_ldt.plan.shape import PipelineShape
 
 _NEAR = 1 / 1200

@@ -1,6 +1,6 @@
 """`closed_form`: the published rule with a depth that fits the link. Nothing is searched where a slice has one domain.
 
-Where a micro-batch meets each cloud stage once (V = 2) it is the form of `ds_ldt.plan.policies.units`. With t the
+Where a micro-batch meets each cloud stage once (V = 2) it is the form of `ds_ldt.plan.policies.u_pattern`. With t the
 forward time of the slowest cloud stage and L the one-way time of a message over the link,
 
     x = ceil(2L/t), W = P + x + ceil(2L/3t), k = P-1 + ceil(L/t)
@@ -23,7 +23,7 @@ from ds_ldt.plan.instructions import Orders
 from ds_ldt.plan.list_schedule import list_orders
 from ds_ldt.plan.machine import Machine
 from ds_ldt.plan.playback import Follow
-from ds_ldt.plan.policies.depth import (
+from ds_ldt.plan.policies.in_flight import (
     Limits,
     hop_seconds,
     nominal_costs,
@@ -31,7 +31,7 @@ from ds_ldt.plan.policies.depth import (
     slowest_forward,
     stage_times,
 )
-from ds_ldt.plan.policies.units import Depth, unit_orders
+from ds_ldt.plan.policies.u_pattern import Depth, unit_orders
 from ds_ldt.plan.shape import PipelineShape
 from ds_ldt.plan.size import for_search
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.instructions import Orders
 from ds_ldt.plan.list_schedule import list_orders
-from ds_ldt.plan.policies.depth import Limits, nominal_costs, round_trip_caps
+from ds_ldt.plan.policies.in_flight import Limits, nominal_costs, round_trip_caps
 from ds_ldt.plan.shape import PipelineShape
 
 

@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.bound import lower_bound
 from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.instructions import Op, Orders
 from ds_ldt.plan.list_schedule import Priority, list_schedule, pipeline_priority
 from ds_ldt.plan.machine import TICKS_PER_SECOND, JobOrders, Machine
 from ds_ldt.plan.playback import Follow
-from ds_ldt.plan.policies.depth import (
+from ds_ldt.plan.policies.in_flight import (
     Limits,
     clamped,
     link_caps,
@@ -38,8 +39,8 @@ from ds_ldt.plan.policies.depth import (
     round_trip_caps,
     slowest_forward,
 )
-from ds_ldt.plan.policies.weights import right_after
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.policies.split_backward import right_after
+from ds_ldt.plan.shape import PipelineShape
 from ds_ldt.plan.size import for_search
 
 _LADDER = ((3.0, 1), (2.0, 0), (1.5, 0), (1.0, 0))

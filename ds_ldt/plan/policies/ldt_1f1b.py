@@ -2,7 +2,7 @@
 
 Its depth is fixed: no link is planned for.
 
-Where a micro-batch meets each cloud stage once (V = 2) it is the form of `ds_ldt.plan.policies.units` with
+Where a micro-batch meets each cloud stage once (V = 2) it is the form of `ds_ldt.plan.policies.u_pattern` with
 
     W = P+1, k = floor((4P+5)/6), x = 0
 
@@ -22,12 +22,13 @@ K_0 = P+1 and K_p = P-p+1, the depth of the published rule.
 
 from __future__ import annotations
 
+from ds_ldt.config.rules import EDGE_STAGE
 from ds_ldt.plan.costs import Costs
 from ds_ldt.plan.instructions import Orders
 from ds_ldt.plan.list_schedule import list_orders
-from ds_ldt.plan.policies.depth import Limits, nominal_costs, round_trip_caps
-from ds_ldt.plan.policies.units import Depth, unit_orders
-from ds_ldt.plan.shape import EDGE_STAGE, PipelineShape
+from ds_ldt.plan.policies.in_flight import Limits, nominal_costs, round_trip_caps
+from ds_ldt.plan.policies.u_pattern import Depth, unit_orders
+from ds_ldt.plan.shape import PipelineShape
 
 
 def orders(shape: PipelineShape, *, costs: Costs | None = None, limits: Limits | None = None) -> Orders:

@@ -1,0 +1,1 @@
+"""How weights and training states get in and out of files: checkpoints, layer files, Hugging Face models."""

@@ -1,0 +1,1 @@
+"""Who is who and who holds which layers: arithmetic without torch."""
